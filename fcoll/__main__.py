@@ -1,0 +1,5 @@
+import sys
+
+from fcoll.cli import main
+
+sys.exit(main())

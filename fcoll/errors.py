@@ -1,0 +1,133 @@
+"""One class a user mistake; the message is the class's template.
+
+Every template says what is wrong, where (``{at}`` becomes ", at model.py:31") and how to fix it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from fcoll import _torch
+from fcoll.where import user_line
+
+
+# AssertionError and ValueError at once: torch's functional collectives raise the first and
+# torch.distributed the second for the same mistakes, so code that catches either goes on working.
+# Dynamo passes an AssertionError through unchanged, so a compiled program sees the same class.
+class FcollError(AssertionError, ValueError):
+    """The base of all errors that fcoll raises for a call it cannot carry out."""
+
+    template = "{what}{at}"
+
+    def __init__(self, *message: str, **facts: Any) -> None:
+        if facts:
+            line = user_line()
+            at = f", at {line}" if line else ""
+            message = (f"{type(self).__name__}: {self.template.format(at=at, **facts)}",)
+        super().__init__(*message)
+
+
+class UnknownReduceOp(FcollError):
+    template = "{op}: no reduce op {reduce_op!r}{at}. Use one of {known}, or a dist.ReduceOp."
+
+
+class MissingFactor(FcollError):
+    template = (
+        "{op}: a factor goes with the reduce op premul_sum and only with it; got {reduce_op!r} "
+        'and factor={factor}{at}. Write all_reduce(x, "premul_sum", group, factor=0.5).'
+    )
+
+
+class UnknownGroup(FcollError):
+    template = (
+        "no process group {group}{at}. {hint}Pass a ProcessGroup, a 1-D DeviceMesh, "
+        "(mesh, dim), a group's name, a list of ranks, or None for all ranks."
+    )
+
+
+class NotInitialized(FcollError):
+    template = (
+        "torch.distributed is not initialized{at}. Call "
+        'torch.distributed.init_process_group("gloo") first and start with torchrun, '
+        "or use fcoll.fake_world to trace without processes."
+    )
+
+
+class NotInGroup(FcollError):
+    template = (
+        "rank {rank} is not a member of the group {ranks}{at}. Only its members may call a "
+        "collective on a group: guard the call with `if rank in {ranks}`."
+    )
+
+
+class RankOutOfGroup(FcollError):
+    template = (
+        "{op}: {arg}={rank} is outside the group of {n} ranks{at}. Ranks are counted within the "
+        "group: 0 to {last}."
+    )
+
+
+class BadPermutation(FcollError):
+    template = (
+        "{op}: dst={dst} does not map the {n} ranks of the group one to one{at}. Give one "
+        "target for each rank, each at most once; -1 where a rank sends to nobody."
+    )
+
+
+class BadDim(FcollError):
+    template = "{op}: dim {dim} is outside a tensor of {ndim} dimensions{at}. {hint}"
+
+
+class UnevenShard(FcollError):
+    template = (
+        '{op} over "{group}" needs dim {dim} ({size}) divisible by {n}{at}. '
+        "Pad to {padded}, or pass {remedy}."
+    )
+
+
+class BadSizes(FcollError):
+    template = "{op}: sizes={sizes} do not fit{at}: {why}. Give one size >= 0 for each of {n} ranks."
+
+
+class BadSplits(FcollError):
+    template = (
+        "{op}: {arg}={splits} do not fit{at}: {why}. Give {n} sizes >= 0, output_splits and "
+        "input_splits both or neither; input_splits must add up to dim 0."
+    )
+
+
+class WrongDtype(FcollError):
+    template = "{op}: {reduce_op} has no meaning for {dtype}{at}. {hint}"
+
+
+class WrongDevice(FcollError):
+    template = (
+        "{op}: the tensor is on {device}, the group's backend serves {serves}{at}. Move the "
+        "tensor, or make the group with a backend for {device}."
+    )
+
+
+class MismatchedLists(FcollError):
+    template = "{op}: {why}{at}. {hint}"
+
+
+class BadOption(FcollError):
+    template = "{op}: {arg}={value!r}{at}. Use one of {known}."
+
+
+class BadOutput(FcollError):
+    template = "{op}: out has {got}, the result needs {want}{at}. Allocate it so."
+
+
+class NoGradient(FcollError):
+    template = "{op} has no gradient{at}: {why}. {hint}"
+
+
+@_torch.at_trace_time
+def fail(cls: type[FcollError], **facts: Any) -> NoReturn:
+    """Raise ``cls``. A function, so that a check traced by Dynamo raises the class itself.
+
+    Dynamo turns a ``raise`` in traced code into its own Unsupported error; this call it makes
+    while tracing. Facts must be constants: format sizes that may be symbolic with an f-string.
+    """
+    raise cls(**facts)

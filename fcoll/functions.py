@@ -1,0 +1,396 @@
+"""The user functions: a tensor in, a new tensor out.
+
+In eager the result is an AsyncCollectiveTensor, waited for at its first use; under torch.compile
+and other tracers a wait node follows the collective. With a group of one there is nothing to wait
+for and the result is a plain tensor. The examples run on every rank: ``rank`` is the caller's,
+``n`` the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcoll import _torch, reductions, rules
+from fcoll.async_tensor import AsyncCollectiveTensor, in_flight
+from fcoll.collectives import COLLECTIVES
+from fcoll.groups import GroupLike, group_name, group_size
+
+Tensor = torch.Tensor
+ReduceOpLike = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
+    """Call the op; in plain eager, its kernel without the dispatcher (30 us less a call).
+
+    The kernels check too; while Dynamo traces, this check lets an error through unchanged.
+    """
+    if torch.compiler.is_compiling():
+        check(*args)
+    elif _torch.plain(args[0]):
+        check(*args)
+        return COLLECTIVES[name].run(*args)
+    return getattr(torch.ops.fcoll, name)(*args)
+
+
+def _result(name: str, n: int, out: Any) -> Any:
+    if n == 1:
+        return out
+    if isinstance(out, Tensor):
+        return in_flight(out, name)
+    return [in_flight(x, name) for x in out]
+
+
+def _scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[Any, str]:
+    """premul_sum is a sum of scaled parts; every other reduce op is itself."""
+    parsed = reductions.parse(name, op)
+    factor = reductions.premul_factor(name, op, factor)
+    if factor is None:
+        return x, parsed
+    return ([y * factor for y in x] if isinstance(x, (list, tuple)) else x * factor), "sum"
+
+
+def _positive(dim: int, x: Tensor) -> int:
+    return dim + x.dim() if dim < 0 else dim
+
+
+def _each(dim: int | Sequence[int], xs: Sequence[Tensor]) -> list[int]:
+    dims = [dim] * len(xs) if isinstance(dim, int) else list(dim)
+    if len(dims) != len(xs):
+        return dims  # the check says so
+    return [_positive(d, x) for d, x in zip(dims, xs)]  # noqa: B905
+
+
+def wait_tensor(x: Tensor) -> Tensor:
+    """x, complete and plain. On a tensor that nothing is under way for, just x.
+
+    >>> y = fcoll.all_reduce(torch.ones(2))
+    >>> type(fcoll.wait_tensor(y)) is torch.Tensor
+    True
+    """
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else torch.ops.fcoll.wait_tensor(x)
+
+
+def all_reduce(
+    x: Tensor,
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
+    *,
+    factor: float | None = None,
+    grad: str = "sum",
+) -> Tensor:
+    """Reduce x over the group; every rank gets the same result.
+
+    ``all_reduce(x) == all_gather_into_tensor(reduce_scatter_tensor(x))``
+
+    ``op`` is sum, avg, product, min, max, band, bor, bxor or premul_sum (with its ``factor``), in
+    any case, or a ``dist.ReduceOp``. The gradient is that of the sum of all ranks' losses, so it is
+    summed over the ranks; with ``grad="identity"`` the gradient that arrives is taken to be the
+    whole one already, as in Megatron's row-parallel layers, where every rank computes the same
+    loss. :func:`identity` is its partner.
+
+    >>> x = torch.arange(4.0) + rank
+    >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
+    True
+    """
+    x, op = _scaled("all_reduce", x, op, factor)
+    name = group_name(group)
+    out = _start("all_reduce", rules.check_all_reduce, x, op, name, grad)
+    return _result("all_reduce", group_size(name), out)
+
+
+def all_gather_into_tensor(
+    x: Tensor, group: GroupLike = None, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """The ranks' tensors concatenated along dim, in rank order; the same on every rank.
+
+    Parts may differ in size along dim if ``sizes`` gives each rank's. A 0-dim tensor is gathered
+    along a new dim. Its gradient is :func:`reduce_scatter_tensor`.
+
+    >>> x = torch.full((2, 3), float(rank))
+    >>> fcoll.all_gather_into_tensor(x, dim=1).shape == (2, 3 * n)
+    True
+    """
+    name = group_name(group)
+    n = group_size(name)
+    args = (x, n, name, _positive(dim, x), sizes)
+    out = _start("all_gather_into_tensor", rules.check_all_gather, *args)
+    return _result("all_gather_into_tensor", n, out)
+
+
+def reduce_scatter_tensor(
+    x: Tensor,
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    factor: float | None = None,
+) -> Tensor:
+    """Reduce x over the group and keep this rank's part along dim.
+
+    ``reduce_scatter_tensor(x) == all_reduce(x).chunk(n)[rank]``
+
+    dim must divide by the group's size, or ``sizes`` gives each rank's part of it. Its gradient is
+    :func:`all_gather_into_tensor`.
+
+    >>> x = torch.arange(2.0 * n) * (rank + 1)
+    >>> torch.equal(fcoll.reduce_scatter_tensor(x), fcoll.all_reduce(x).chunk(n)[rank])
+    True
+    """
+    x, op = _scaled("reduce_scatter_tensor", x, op, factor)
+    name = group_name(group)
+    n = group_size(name)
+    args = (x, op, n, name, _positive(dim, x), sizes)
+    out = _start("reduce_scatter_tensor", rules.check_reduce_scatter, *args)
+    return _result("reduce_scatter_tensor", n, out)
+
+
+def all_to_all_single(
+    x: Tensor,
+    group: GroupLike = None,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Send the r-th part of x's rows to rank r; the parts received, in rank order.
+
+    Without splits the parts are equal. Its gradient is the same with the splits swapped.
+
+    >>> x = torch.arange(n) + 10 * rank  # the rank sends x[r] to r
+    >>> torch.equal(fcoll.all_to_all_single(x), torch.arange(n) * 10 + rank)
+    True
+    """
+    name = group_name(group)
+    n = group_size(name)
+    if output_splits is None or input_splits is None:
+        rules.check_even_splits(x, output_splits, input_splits, name)
+        output_splits = input_splits = [x.shape[0] // n] * n
+    args = (x, list(output_splits), list(input_splits), name)
+    out = _start("all_to_all_single", rules.check_all_to_all, *args)
+    return _result("all_to_all_single", n, out)
+
+
+def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
+    """Rank src's x, on every rank. The others' x gives only shape and dtype.
+
+    Its gradient is :func:`reduce` to src.
+
+    >>> fcoll.broadcast(torch.tensor(float(rank)), src=0).item()
+    0.0
+    """
+    name = group_name(group)
+    out = _start("broadcast", rules.check_broadcast, x, src, name)
+    return _result("broadcast", group_size(name), out)
+
+
+def reduce(
+    x: Tensor,
+    dst: int,
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
+    *,
+    factor: float | None = None,
+) -> Tensor:
+    """``all_reduce(x)`` on rank dst, zeros elsewhere. Its gradient is :func:`broadcast`.
+
+    >>> fcoll.reduce(torch.tensor(1.0), dst=0).item() == (n if rank == 0 else 0)
+    True
+    """
+    x, op = _scaled("reduce", x, op, factor)
+    name = group_name(group)
+    out = _start("reduce", rules.check_reduce, x, op, dst, name)
+    return _result("reduce", group_size(name), out)
+
+
+def gather(
+    x: Tensor,
+    dst: int,
+    group: GroupLike = None,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """``all_gather_into_tensor(x)`` on rank dst, zeros elsewhere. Its gradient is :func:`scatter`.
+
+    >>> fcoll.gather(torch.tensor([float(rank)]), dst=0).sum().item() == (
+    ...     sum(range(n)) if rank == 0 else 0
+    ... )
+    True
+    """
+    name = group_name(group)
+    n = group_size(name)
+    args = (x, dst, n, name, _positive(dim, x), sizes)
+    return _result("gather", n, _start("gather", rules.check_gather, *args))
+
+
+def scatter(
+    x: Tensor,
+    src: int,
+    group: GroupLike = None,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """``broadcast(x, src).chunk(n)[rank]``: only src's values are sent.
+
+    x has the same shape on every rank. Its gradient is :func:`gather`.
+
+    >>> x = torch.arange(float(n)) * (rank == 0)
+    >>> fcoll.scatter(x, src=0).item() == rank
+    True
+    """
+    name = group_name(group)
+    n = group_size(name)
+    args = (x, src, n, name, _positive(dim, x), sizes)
+    return _result("scatter", n, _start("scatter", rules.check_scatter, *args))
+
+
+def permute(x: Tensor, dst: Sequence[int], group: GroupLike = None) -> Tensor:
+    """Rank r's x goes to rank ``dst[r]``. Who receives nothing gets zeros; -1 sends to nobody.
+
+    Its gradient is the inverse permutation.
+
+    >>> ring = [(r + 1) % n for r in range(n)]
+    >>> fcoll.permute(torch.tensor(rank), ring).item() == (rank - 1) % n
+    True
+    """
+    name = group_name(group)
+    out = _start("permute", rules.check_permute, x, list(dst), name)
+    return _result("permute", group_size(name), out)
+
+
+def shard_dim_alltoall(
+    x: Tensor, gather_dim: int, shard_dim: int, group: GroupLike = None
+) -> Tensor:
+    """From sharded along gather_dim to sharded along shard_dim.
+
+    ``shard_dim_alltoall(x, g, s) == all_gather_into_tensor(x, dim=g).chunk(n, s)[rank]``
+
+    >>> x = torch.arange(2.0 * n).reshape(2, n) + rank
+    >>> whole = fcoll.all_gather_into_tensor(x, dim=0)
+    >>> torch.equal(fcoll.shard_dim_alltoall(x, 0, 1), whole.chunk(n, 1)[rank])
+    True
+    """
+    name = group_name(group)
+    args = (x, _positive(gather_dim, x), _positive(shard_dim, x), name)
+    out = _start("shard_dim_alltoall", rules.check_shard_dim_alltoall, *args)
+    return _result("shard_dim_alltoall", group_size(name), out)
+
+
+def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
+    """Start sending x to rank dst of the group; wait_tensor on the empty tensor it returns."""
+    name = group_name(group)
+    token = _start("isend", rules.check_isend, x, dst, tag, name)
+    # a trace must not wait here: two ranks that send to each other would both wait for ever
+    return token if torch.compiler.is_compiling() else in_flight(token, "isend")
+
+
+def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tensor:
+    """A new tensor of like's shape and dtype, received from rank src of the group."""
+    name = group_name(group)
+    return in_flight(_start("irecv", rules.check_irecv, like, src, tag, name), "irecv")
+
+
+def batch_p2p(
+    transfers: Sequence[tuple[str, Tensor, int]], group: GroupLike = None, tag: int = 0
+) -> list[Tensor]:
+    """Many ("isend", x, dst) and ("irecv", like, src) at once, in any order without deadlock.
+
+    Returns the received tensors in the places of the irecvs, an empty tensor for each isend.
+
+    >>> peer = (rank + 1) % n
+    >>> x = torch.tensor([rank])
+    >>> _, y = fcoll.batch_p2p([("isend", x, peer), ("irecv", x, (rank - 1) % n)])
+    >>> y.item() == (rank - 1) % n
+    True
+    """
+    name = group_name(group)
+    ops = [t[0] for t in transfers]
+    tensors = [t[1] for t in transfers]
+    peers = [t[2] for t in transfers]
+    args = (ops, peers, [tag] * len(ops), tensors, name)
+    outs = _start("batch_p2p_ops", rules.check_batch_p2p, *args)
+    return [in_flight(x, "batch_p2p") for x in outs]
+
+
+def barrier(group: GroupLike = None) -> None:
+    """Return when all ranks of the group have called it."""
+    torch.ops.fcoll.wait_tensor(_start("barrier", rules.check_barrier, group_name(group)))
+
+
+def all_reduce_coalesced(
+    xs: Sequence[Tensor],
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
+    *,
+    factor: float | None = None,
+    grad: str = "sum",
+) -> list[Tensor]:
+    """``[all_reduce(x) for x in xs]``, in one message for each dtype.
+
+    >>> a, b = fcoll.all_reduce_coalesced([torch.ones(2), torch.ones(3, 4)])
+    >>> a.shape, b.mean().item() == n
+    (torch.Size([2]), True)
+    """
+    xs, op = _scaled("all_reduce_coalesced", list(xs), op, factor)
+    name = group_name(group)
+    args = (xs, op, name, grad)
+    out = _start("all_reduce_coalesced", rules.check_all_reduce_coalesced, *args)
+    return _result("all_reduce_coalesced", group_size(name), out)
+
+
+def all_gather_into_tensor_coalesced(
+    xs: Sequence[Tensor], group: GroupLike = None, dim: int | Sequence[int] = 0
+) -> list[Tensor]:
+    """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
+    name = group_name(group)
+    n = group_size(name)
+    args = (list(xs), n, name, _each(dim, xs))
+    out = _start("all_gather_into_tensor_coalesced", rules.check_all_gather_coalesced, *args)
+    return _result("all_gather_into_tensor_coalesced", n, out)
+
+
+def reduce_scatter_tensor_coalesced(
+    xs: Sequence[Tensor],
+    op: ReduceOpLike = "sum",
+    group: GroupLike = None,
+    dim: int | Sequence[int] = 0,
+    *,
+    factor: float | None = None,
+) -> list[Tensor]:
+    """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
+    xs, op = _scaled("reduce_scatter_tensor_coalesced", list(xs), op, factor)
+    name = group_name(group)
+    n = group_size(name)
+    args = (xs, op, n, name, _each(dim, xs))
+    out = _start("reduce_scatter_tensor_coalesced", rules.check_reduce_scatter_coalesced, *args)
+    return _result("reduce_scatter_tensor_coalesced", n, out)
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = torch.ops.fcoll.all_reduce(grad, "sum", ctx.name)
+        return torch.ops.fcoll.wait_tensor(summed), None
+
+
+def identity(x: Tensor, group: GroupLike = None) -> Tensor:
+    """x itself; its gradient is summed over the group.
+
+    Megatron's partner of ``all_reduce(grad="identity")``: it goes where a value that is the same
+    on all ranks enters a part of the model that is split over them.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> fcoll.identity(x).sum().backward()
+    >>> x.grad.tolist() == [n, n]
+    True
+    """
+    return _Identity.apply(x, group_name(group))

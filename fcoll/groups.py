@@ -1,0 +1,172 @@
+"""What a user passes as a group -> one canonical Group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcoll import _torch
+from fcoll.errors import (
+    NotInGroup,
+    NotInitialized,
+    UnknownGroup,
+    WrongDevice,
+)
+
+#: Everything that names a group: a ProcessGroup, a 1-D DeviceMesh, a mesh and one of its
+#: dimensions (by number or name), a group's name, its global ranks, or None for all ranks.
+GroupLike = (
+    dist.ProcessGroup
+    | DeviceMesh
+    | tuple[DeviceMesh, int | str]
+    | str
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | None
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as the rest of fcoll sees it.
+
+    ``ranks`` are global ranks in the order of the group's own; ``axis`` is the name of the mesh
+    dimension it spans, if it comes from a mesh; ``serves`` are the types of device its backends
+    take, none named where they take all.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    axis: str | None
+    label: str
+    serves: tuple[str, ...]
+
+    @property
+    def n(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        return _torch.resolve_process_group(self.name)
+
+
+# name -> (weak reference to the group it was made from, Group). Weak, so that a destroyed group
+# goes away, and compared, because torch gives the names of destroyed groups to new ones.
+_known: dict[str, tuple[weakref.ref, Group]] = {}
+
+
+def by_name(name: str) -> Group:
+    """The group that torch knows by this name."""
+    try:
+        pg = _torch.resolve_process_group(name)
+    except RuntimeError:
+        if not dist.is_initialized():
+            raise NotInitialized(name=name) from None
+        raise UnknownGroup(group=repr(name), hint="") from None
+    known = _known.get(name)
+    if known is not None and known[0]() is pg:
+        return known[1]
+    desc = pg.group_desc
+    axis = desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
+    label, serves = axis or desc or name, _torch.device_types(pg)
+    made = Group(name, _torch.group_ranks(pg), pg.rank(), axis, label, serves)
+    _known[name] = (weakref.ref(pg), made)
+    return made
+
+
+def resolve(group: GroupLike) -> Group:
+    """The canonical Group of anything that names one.
+
+    A list of ranks finds the group with just these ranks in this order, and makes it on first
+    use; then all its members must reach that first use.
+    """
+    return by_name(group_name(group))
+
+
+@_torch.at_trace_time
+def group_name(group: GroupLike) -> str:
+    """The name by which ops refer to the group."""
+    if isinstance(group, str):
+        return group
+    if not dist.is_initialized():
+        raise NotInitialized(group=group)
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise NotInGroup(rank=dist.get_rank(), ranks="that dist.new_group was called with")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            hint = f"It has {group.ndim} dimensions: name one, as in (mesh, {_axes(group)[0]!r}). "
+            raise UnknownGroup(group=f"for {group}", hint=hint)
+        return _torch.mesh_group_name(group, 0)
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return _mesh_axis_name(*group)
+    if isinstance(group, (list, tuple)) and group:
+        return _name_of_ranks(group)
+    raise UnknownGroup(group=repr(group), hint="")
+
+
+@_torch.at_trace_time
+def group_size(name: str) -> int:
+    return by_name(name).n
+
+
+@_torch.at_trace_time
+def group_rank(name: str) -> int:
+    return by_name(name).rank
+
+
+@_torch.at_trace_time
+def group_label(name: str) -> str:
+    return by_name(name).label
+
+
+@_torch.at_trace_time
+def check_device(op: str, device: str, name: str) -> None:
+    """Raise unless the group's backend serves tensors on this type of device."""
+    serves = by_name(name).serves
+    if serves and device not in serves and device != "meta":
+        raise WrongDevice(op=op, device=device, serves=" and ".join(serves))
+
+
+def _axes(mesh: DeviceMesh) -> tuple[str, ...] | range:
+    return mesh.mesh_dim_names or range(mesh.ndim)
+
+
+def _mesh_axis_name(mesh: DeviceMesh, axis: int | str) -> str:
+    axes = list(_axes(mesh))
+    if axis in axes:
+        return _torch.mesh_group_name(mesh, axes.index(axis))
+    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
+        return _torch.mesh_group_name(mesh, axis % mesh.ndim)
+    raise UnknownGroup(
+        group=f"for dimension {axis!r} of {mesh}", hint=f"Its dimensions are {axes}. "
+    )
+
+
+def _name_of_ranks(ranks: Sequence) -> str:
+    me = dist.get_rank()
+    if isinstance(ranks[0], (list, tuple)):  # several groups at once: mine is the one I am in
+        mine = [r for r in ranks if me in r]
+        ranks = mine[0] if mine else [r for rs in ranks for r in rs]
+    wanted = tuple(ranks)
+    world = dist.get_world_size()
+    if not all(isinstance(r, int) and 0 <= r < world for r in wanted):
+        raise UnknownGroup(group=list(wanted), hint=f"Ranks are 0 to {world - 1}. ")
+    if len(set(wanted)) != len(wanted):
+        raise UnknownGroup(group=list(wanted), hint="A rank is there twice. ")
+    if me not in wanted:
+        raise NotInGroup(rank=me, ranks=list(wanted))
+    for pg in _torch.all_groups():
+        if _torch.group_ranks(pg) == wanted:
+            return pg.group_name
+    # local synchronization: only the members need to come here, as only they call the collective
+    made = dist.new_group(list(wanted), use_local_synchronization=True, sort_ranks=False)
+    return made.group_name
