@@ -1,0 +1,59 @@
+"""Fixtures: pools of real ranks, a world of one, and no process group left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+# gloo looks up the host's name otherwise, which need not resolve.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# No deadline for a single example: a shared machine is slow now and then.
+hypothesis.settings.register_profile("fcoll", deadline=None)
+hypothesis.settings.load_profile("fcoll")
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session", params=["ranks2", "ranks4"])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """A test that takes this runs twice: on 2 ranks and on 4."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def solo() -> Iterator[dist.ProcessGroup]:
+    """The default process group of a world of one, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a default process group: destroy it, or use `solo`")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
