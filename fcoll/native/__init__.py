@@ -1,0 +1,1 @@
+"""C++: collectives over shared memory, and what compiles them."""

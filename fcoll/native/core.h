@@ -1,0 +1,150 @@
+// Collectives between the processes of one host over shared memory. Free of torch, so that it can
+// be tested and sanitized alone.
+//
+// Every rank of a group owns a segment (a memfd) that all its peers map: a control block and a ring
+// of slots. A collective is two halves. *Publish* writes this rank's part into its next slot and
+// raises the slot's sequence number; *consume* waits for the peers' numbers and reads their parts.
+// A slot is written again RING sequence numbers later, when every peer has said (`done`) that it
+// has read it: so no barrier follows, and several collectives can be under way at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace fcoll {
+
+constexpr int RING = 16;
+constexpr size_t SLOT_BYTES = 256 * 1024;
+constexpr int MAX_RANKS = 64;
+
+enum class Kind : uint8_t {
+  all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier
+};
+enum class Op : uint8_t { sum, avg, product, min, max, band, bor, bxor };
+enum class Type : uint8_t { f32, f64, f16, bf16, i8, i16, i32, i64, u8, c64, c128, boolean, bytes };
+
+size_t size_of(Type);
+
+// What a rank says of the call it makes: its peers must say the same.
+struct Call {
+  Kind kind = Kind::barrier;
+  Type type = Type::bytes;
+  Op op = Op::sum;
+  uint8_t root = 0;
+  uint64_t count = 0;  // elements of the argument; of one row, where parts may be uneven
+
+  uint64_t packed() const {
+    return uint64_t(kind) | uint64_t(type) << 8 | uint64_t(op) << 16 | uint64_t(root) << 24;
+  }
+  static Call unpack(uint64_t packed, uint64_t count);
+  std::string show() const;
+};
+
+struct Error : std::runtime_error {
+  enum What { mismatch, peer_died, timeout, closed, forked };
+  What kind;
+  int rank;  // the peer it is about, or -1
+  Error(What kind, int rank, const std::string& message)
+      : std::runtime_error(message), kind(kind), rank(rank) {}
+};
+
+struct Segment;
+struct Slot;
+
+class Group {
+ public:
+  Group(int rank, int n, double timeout_s);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // What the peers need in order to map this rank's segment.
+  int fd() const { return fd_; }
+  uint64_t token() const { return token_; }
+  // Map the peers' segments. Empty if each is the one with its token, else the reason.
+  std::string join(const std::vector<int>& pids, const std::vector<int>& fds,
+                   const std::vector<uint64_t>& tokens);
+
+  int rank() const { return rank_; }
+  int size() const { return n_; }
+  bool crowded() const { return crowded_; }
+
+  // Each returns when the result is there. Buffers are contiguous and do not overlap, except that
+  // in and out may be the same for all_reduce.
+  void all_reduce(const void* in, void* out, size_t count, Type, Op);
+  void all_gather(const void* in, void* out, size_t bytes);
+  // in: n parts of `count` elements.
+  void reduce_scatter(const void* in, void* out, size_t count, Type, Op);
+  // n parts each, one after the other, of the given sizes in bytes; row_bytes, what a part is
+  // counted in, must be the same on all ranks.
+  void all_to_all(const void* in, void* out, const size_t* in_bytes, const size_t* out_bytes,
+                  size_t row_bytes);
+  void broadcast(void* buf, size_t bytes, int root);
+  void barrier();
+
+  // The two halves apart. `start` publishes. If the peers have published too, or do so within
+  // `patience_us`, it fills `out` and returns 0; else it returns a ticket, and `finish` fills `out`,
+  // and that of all tickets before it. What does not fit (see can_start) is done at once: for all
+  // kinds but all_to_all, whose length only its senders know. count: of one part, for
+  // reduce_scatter; bytes, for all_gather and broadcast, whose in and out are the same.
+  uint64_t start(const Call&, const void* in, void* out, double patience_us);
+  void finish(uint64_t ticket);
+
+  // Core-to-core round trip with a peer in ns: the median of many. Both call it.
+  double round_trip_ns(int peer);
+
+ private:
+  struct Pending {
+    uint64_t first, last;  // sequence numbers
+    Call call;
+    const uint8_t* in;  // null once the caller may have changed it
+    uint8_t* out;
+  };
+
+  void enter();
+  Slot* claim(uint64_t seq);  // my slot, once every peer is done with what is in it
+  void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0);
+  const Slot* await(int peer, uint64_t seq, const Call&);
+  void done(uint64_t seq);
+  bool published_by_all(const Pending&) const;
+  void complete_all() { while (!pending_.empty()) complete_oldest(); }
+  void complete_oldest();
+  size_t per_slot(const Call&) const;  // elements of `count` that one slot carries
+  void put(uint64_t seq, size_t at, const Call&, const uint8_t* in);
+  void take(uint64_t seq, size_t at, const Call&, const uint8_t* in, uint8_t* out);
+  void run(const Call&, const void* in, void* out);
+  void two_shot(const uint8_t* in, uint8_t* out, const Call&);
+
+  template <class Ready>
+  void wait(int peer, const void* word, Ready ready);
+  void look_at_peer(int peer, double waited_s);
+  [[noreturn]] void fail(Error::What, int peer, const std::string&);
+
+  int rank_, n_, fd_ = -1;
+  uint64_t token_ = 0;
+  double timeout_s_;
+  bool crowded_;  // more ranks than cores: a peer may need this core to get on
+  int born_;      // the fork generation it was made in
+  uint64_t seq_ = 0;
+  uint64_t free_until_ = RING;  // up to here, every slot has been read by all
+  std::vector<Segment*> segments_;
+  std::vector<int> pidfds_;
+  std::deque<Pending> pending_;
+  std::string broken_;
+  std::mutex mutex_;
+};
+
+// -- kernels.cpp ----------------------------------------------------------------------------------
+
+// out[i] = op over r of parts[r][i], in rank order; narrow floats are added up in f32. out may be
+// one of the parts.
+void reduce(void* out, const void* const* parts, int n, size_t count, Type, Op);
+// memcpy, with stores that bypass the cache where that pays.
+void copy(void* to, const void* from, size_t bytes);
+
+}  // namespace fcoll

@@ -1,0 +1,215 @@
+// The inner loops: copies and reductions. Compiled for the machine they run on.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <complex>
+#include <cstring>
+
+#include "core.h"
+
+namespace fcoll {
+
+size_t size_of(Type type) {
+  switch (type) {
+    case Type::f64: case Type::i64: case Type::c64: return 8;
+    case Type::c128: return 16;
+    case Type::f32: case Type::i32: return 4;
+    case Type::f16: case Type::bf16: case Type::i16: return 2;
+    default: return 1;
+  }
+}
+
+namespace {
+
+// Ordinary stores leave the lines in this core's cache, from where the reader must fetch them.
+// From about 8 KiB on it is cheaper to stream them past it, near or far.
+constexpr size_t STREAM_FROM = 8 * 1024;
+
+void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
+  size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  std::memcpy(to, from, head);
+  to += head, from += head, bytes -= head;
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 64 <= bytes; i += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+#elif defined(__AVX2__)
+  for (; i + 32 <= bytes; i += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#else
+  for (; i + 16 <= bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+  std::memcpy(to + i, from + i, bytes - i);
+  _mm_sfence();
+}
+
+struct Sum { template <class T> T operator()(T a, T b) const { return a + b; } };
+struct Product { template <class T> T operator()(T a, T b) const { return a * b; } };
+// A NaN on either side is the result, as in torch.
+struct Min { template <class T> T operator()(T a, T b) const { return (a < b || a != a) ? a : b; } };
+struct Max { template <class T> T operator()(T a, T b) const { return (a > b || a != a) ? a : b; } };
+struct And { template <class T> T operator()(T a, T b) const { return a & b; } };
+struct Or { template <class T> T operator()(T a, T b) const { return a | b; } };
+struct Xor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
+
+// The parts of one block stay in L1 while they are added up, whatever n is.
+constexpr size_t BLOCK = 1024;
+
+// What is left to do to the whole: nothing, or the division of a mean.
+struct AsIs { template <class T> T operator()(T a) const { return a; } };
+struct Over { int n; template <class T> T operator()(T a) const { return a / T(n); } };
+
+template <class T, class F, class G>
+void reduce_same(T* out, const T* const* p, int n, size_t count, F f, G last) {
+  const T *a = p[0], *b = n > 1 ? p[1] : nullptr;
+  if (n == 1) {
+    std::memmove(out, a, count * sizeof(T));
+  } else if (n == 2) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; i++) out[i] = last(f(a[i], b[i]));
+  } else {
+    T acc[BLOCK];  // out may be one of the parts
+    for (size_t at = 0; at < count; at += BLOCK) {
+      size_t m = std::min(BLOCK, count - at);
+      for (size_t i = 0; i < m; i++) acc[i] = f(a[at + i], b[at + i]);
+      for (int r = 2; r < n; r++) {
+        const T* c = p[r] + at;
+        for (size_t i = 0; i < m; i++) acc[i] = f(acc[i], c[i]);
+      }
+      for (size_t i = 0; i < m; i++) out[at + i] = last(acc[i]);
+    }
+  }
+}
+
+struct BF16 {
+  static void load(float* to, const uint16_t* from, size_t m) {
+    for (size_t i = 0; i < m; i++) {
+      uint32_t bits = uint32_t(from[i]) << 16;
+      std::memcpy(to + i, &bits, 4);
+    }
+  }
+  static void store(uint16_t* to, const float* from, size_t m) {
+    for (size_t i = 0; i < m; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, from + i, 4);
+      uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+      to[i] = from[i] != from[i] ? 0x7fc0 : rounded;
+    }
+  }
+};
+
+struct F16 {
+  static void load(float* to, const uint16_t* from, size_t m) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= m; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#endif
+    for (; i < m; i++) {
+      _Float16 h;
+      std::memcpy(&h, from + i, 2);
+      to[i] = float(h);
+    }
+  }
+  static void store(uint16_t* to, const float* from, size_t m) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= m; i += 8)
+      _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+    for (; i < m; i++) {
+      _Float16 h = _Float16(from[i]);
+      std::memcpy(to + i, &h, 2);
+    }
+  }
+};
+
+// Narrow floats: widened, added up in f32, rounded once.
+template <class Half, class F, class G>
+void reduce_half(uint16_t* out, const uint16_t* const* p, int n, size_t count, F f, G last) {
+  float acc[BLOCK], next[BLOCK];
+  for (size_t at = 0; at < count; at += BLOCK) {
+    size_t m = std::min(BLOCK, count - at);
+    Half::load(acc, p[0] + at, m);
+    for (int r = 1; r < n; r++) {
+      Half::load(next, p[r] + at, m);
+      for (size_t i = 0; i < m; i++) acc[i] = f(acc[i], next[i]);
+    }
+    for (size_t i = 0; i < m; i++) acc[i] = last(acc[i]);
+    Half::store(out + at, acc, m);
+  }
+}
+
+template <class T, class F, class G = AsIs>
+void reduce_as(void* out, const void* const* parts, int n, size_t count, F f, G last = {}) {
+  reduce_same(static_cast<T*>(out), reinterpret_cast<const T* const*>(parts), n, count, f, last);
+}
+
+template <class F, class G = AsIs>
+void reduce_floats(void* out, const void* const* parts, int n, size_t count, Type type, F f,
+                   G last = {}) {
+  auto halves = reinterpret_cast<const uint16_t* const*>(parts);
+  auto half = static_cast<uint16_t*>(out);
+  switch (type) {
+    case Type::f32: return reduce_as<float>(out, parts, n, count, f, last);
+    case Type::f64: return reduce_as<double>(out, parts, n, count, f, last);
+    case Type::bf16: return reduce_half<BF16>(half, halves, n, count, f, last);
+    case Type::f16: return reduce_half<F16>(half, halves, n, count, f, last);
+    default: throw std::logic_error("no such reduction");
+  }
+}
+
+template <class F>
+void reduce_ints(void* out, const void* const* parts, int n, size_t count, Type type, F f) {
+  switch (type) {
+    case Type::i8: return reduce_as<int8_t>(out, parts, n, count, f);
+    case Type::i16: return reduce_as<int16_t>(out, parts, n, count, f);
+    case Type::i32: return reduce_as<int32_t>(out, parts, n, count, f);
+    case Type::i64: return reduce_as<int64_t>(out, parts, n, count, f);
+    case Type::u8: return reduce_as<uint8_t>(out, parts, n, count, f);
+    default: throw std::logic_error("no such reduction");
+  }
+}
+
+template <class F>
+void reduce_numbers(void* out, const void* const* parts, int n, size_t count, Type type, F f) {
+  bool is_float = type <= Type::bf16;
+  is_float ? reduce_floats(out, parts, n, count, type, f)
+           : reduce_ints(out, parts, n, count, type, f);
+}
+
+}  // namespace
+
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes < STREAM_FROM) std::memcpy(to, from, bytes);
+  else stream_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes);
+}
+
+void reduce(void* out, const void* const* parts, int n, size_t count, Type type, Op op) {
+  if (type == Type::boolean) {  // truth values as bytes of 0 and 1
+    op = op == Op::sum || op == Op::bor ? Op::max : op == Op::product || op == Op::band ? Op::min : op;
+    type = Type::u8;
+  }
+  if (type == Type::c64 || type == Type::c128) {
+    bool wide = type == Type::c128;
+    if (op == Op::sum || op == Op::avg)
+      return reduce(out, parts, n, count * 2, wide ? Type::f64 : Type::f32, op);
+    return wide ? reduce_as<std::complex<double>>(out, parts, n, count, Product())
+                : reduce_as<std::complex<float>>(out, parts, n, count, Product());
+  }
+  switch (op) {
+    case Op::sum: return reduce_numbers(out, parts, n, count, type, Sum());
+    case Op::avg: return reduce_floats(out, parts, n, count, type, Sum(), Over{n});
+    case Op::product: return reduce_numbers(out, parts, n, count, type, Product());
+    case Op::min: return reduce_numbers(out, parts, n, count, type, Min());
+    case Op::max: return reduce_numbers(out, parts, n, count, type, Max());
+    case Op::band: return reduce_ints(out, parts, n, count, type, And());
+    case Op::bor: return reduce_ints(out, parts, n, count, type, Or());
+    case Op::bxor: return reduce_ints(out, parts, n, count, type, Xor());
+  }
+}
+
+}  // namespace fcoll
