@@ -1,0 +1,396 @@
+"""torch.distributed's in-place calls, in a form that torch.compile(fullgraph=True) traces.
+
+``from fcoll import dist`` takes the place of ``import torch.distributed as dist``: same names, same
+signatures. Outside a trace each call is torch.distributed's own. In a trace it is the functional
+collective, and the wait copies its result into the caller's tensors: at once, or where the handle
+of an ``async_op=True`` call is waited for, so that what is computed in between overlaps.
+
+>>> from fcoll import dist
+>>> @torch.compile(backend="eager", fullgraph=True)
+... def step(x, y):
+...     handle = dist.all_reduce(x, async_op=True)
+...     z = y * 2
+...     handle.wait()
+...     return x + z
+>>> step(torch.ones(2), torch.ones(2)).tolist() == [dist.get_world_size() + 2] * 2
+True
+
+As in torch.distributed, no gradient passes through these calls, and a tensor that is being sent
+stays as it is until the wait. In a trace, besides:
+
+- Wait for every handle. Until then the caller's tensor has its old values, a collective that
+  nothing waits for may be left out, and a compiler may reuse the memory of a message under way. A
+  handle that the compiled function returns can be waited for outside.
+- ``is_completed()`` says whether the handle has been waited for: a loop on it never ends.
+- ``irecv`` and ``recv`` must be told from whom; timeouts are the group's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fcoll._torch import at_trace_time, guard_or_false, tracing
+from fcoll.collectives import COLLECTIVES
+from fcoll.errors import BadOption, BadOutput, MismatchedLists, fail
+from fcoll.functions import _scaled, _start
+from fcoll.groups import by_name, group_name, group_rank, group_size
+from fcoll.rules import check_even_splits
+from fcoll.where import user_line
+
+Group: TypeAlias = ProcessGroup | None
+Rank: TypeAlias = int | None
+Tensors: TypeAlias = Sequence[Tensor]
+
+
+def __getattr__(name: str) -> Any:
+    # not __path__ and its like: with torch's, `import fcoll.dist.x` would load torch's x again
+    if name.startswith("__"):
+        raise AttributeError(f"module 'fcoll.dist' has no attribute {name!r}")
+    return getattr(torch_dist, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch_dist)})
+
+
+class Handle:
+    """What a traced call with ``async_op=True`` returns: torch.distributed's Work in a trace."""
+
+    def __init__(self, result: Tensor, *outs: Tensor) -> None:
+        self._result = result
+        self._outs = outs
+        self._waited = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the bytes and copy them to where the caller wants them."""
+        if self._waited:
+            return True
+        self._waited = True
+        with torch.no_grad():
+            result = torch.ops.fcoll.wait_tensor(self._result)
+            if len(self._outs) == 1:
+                _copy(self._outs[0], result)
+            elif self._outs:
+                parts = result.split(_numels(self._outs))
+                for out, part in zip(self._outs, parts, strict=True):
+                    _copy(out, part)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._waited
+
+    def is_success(self) -> bool:
+        return self._waited
+
+
+def _copy(out: Tensor, result: Tensor) -> None:
+    differ = [guard_or_false(a != b) for a, b in zip(out.shape, result.shape, strict=False)]
+    out.copy_(result.view(out.shape) if out.dim() != result.dim() or any(differ) else result)
+
+
+def _traceable(
+    fn: Callable[..., Any], root: int | None = None, blocks: bool = False, outside: Any = None
+) -> Callable[..., Any]:
+    """torch.distributed's function of fn's name and signature; in a trace, fn.
+
+    fn takes the group's name and then, by name, torch's arguments but group and async_op; src and
+    dst come as ranks of the group, ``root`` if not given. It returns the collective's result, the
+    tensors to copy it to and, if there is one, the value of a call that ``blocks``. On a rank that
+    is not in the group the value is ``outside``.
+    """
+    op = fn.__name__
+    parameters = inspect.signature(getattr(torch_dist, op)).parameters
+    defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+    names = tuple(parameters)
+
+    # not torch's docstring: its examples are not for doctest
+    @functools.wraps(getattr(torch_dist, op), assigned=("__name__", "__qualname__"), updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not tracing():
+            return getattr(torch_dist, op)(*args, **kwargs)
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        group = given.pop("group")
+        if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
+            _warn(op, "does nothing on a rank that is not in the group")
+            return outside
+        name = group_name(group)
+        for arg in ("src", "dst"):
+            if arg in given:
+                given[arg] = _peer(op, arg, name, given[arg], given.pop(f"group_{arg}"), root)
+        async_op = given.pop("async_op", not blocks)
+        result, outs, *value = fn(name, **given)
+        _check(op, result, outs)
+        handle = Handle(result, *outs)
+        if async_op:
+            return handle
+        handle.wait()
+        return value[0] if value else None
+
+    call.__doc__ = f"torch.distributed.{op}, also in a trace."
+    return call
+
+
+def _check(op: str, result: Tensor, outs: Tensors) -> None:
+    for out in outs:
+        if out.dtype != result.dtype:
+            fail(BadOutput, op=op, got=f"{out.dtype}", want=f"{result.dtype}")
+        if torch.is_grad_enabled() and out.requires_grad and not out.is_leaf:
+            _warn(op, "overwrites a tensor that requires grad: no gradient passes through it")
+    have = sum(_numels(outs))
+    if outs and guard_or_false(have != result.numel()):
+        fail(BadOutput, op=op, got=f"{have} elements", want=f"{result.numel()}")
+
+
+def _issue(name: str, *args: Any) -> Any:
+    with torch.no_grad():
+        return _start(name, COLLECTIVES[name].check, *args)
+
+
+@at_trace_time
+def _warn(op: str, what: str) -> None:
+    warnings.warn(f"{op} at {user_line()} {what}", stacklevel=1)
+
+
+@at_trace_time
+def _ranks(name: str) -> tuple[int, ...]:
+    return by_name(name).ranks
+
+
+def _peer(op: str, arg: str, name: str, rank: Rank, in_group: Rank, root: Rank = None) -> int:
+    """A global rank or one within the group, just one of them given -> the rank in the group."""
+    ranks = _ranks(name)
+    if rank is None and in_group is None:
+        rank = root
+    if rank is not None and in_group is not None:
+        fail(BadOption, op=op, arg=f"{arg} and group_{arg}", value="both", known="the two")
+    if in_group is not None:
+        arg, rank, ranks = f"group_{arg}", in_group, tuple(range(len(ranks)))
+    for i, r in enumerate(ranks):
+        if r == rank:  # compared one by one: so Dynamo makes a constant of an int argument
+            return i
+    value = None if rank is None else int(f"{rank}")
+    fail(BadOption, op=op, arg=arg, value=value, known=f"{ranks}")
+
+
+def _one_each(op: str, n: int, tensors: Tensors) -> None:
+    if len(tensors) != n:
+        why = f"there are {len(tensors)} tensors for {n} ranks"
+        fail(MismatchedLists, op=op, why=why, hint="Give one for each rank of the group.")
+    for x in tensors:
+        if x.dtype != tensors[0].dtype:
+            why = f"there are tensors of {x.dtype} and {tensors[0].dtype}"
+            fail(MismatchedLists, op=op, why=why, hint="Give all the same dtype.")
+
+
+def _on_root(
+    op: str, arg: str, n: int, tensors: Tensors | None, like: Tensor, root: bool
+) -> Tensors:
+    """The list that gather and scatter take on the root alone: n tensors of like's size."""
+    if bool(tensors) != root:
+        why = f"{arg} is {'missing on' if root else 'not for others than'} the root"
+        fail(MismatchedLists, op=op, why=why, hint="Give it on the root, None elsewhere.")
+    if not tensors:
+        return ()
+    _one_each(op, n, tensors)
+    for x in tensors:
+        if guard_or_false(x.numel() != like.numel()):
+            why = f"{arg} has one of {x.numel()} elements, tensor has {like.numel()}"
+            fail(MismatchedLists, op=op, why=why, hint="Give all the same size.")
+    return tensors
+
+
+def _numels(tensors: Tensors) -> list[int]:
+    return [x.numel() for x in tensors]
+
+
+def _sizes(tensors: Tensors) -> list[int] | None:
+    """How large each is, if they are not all alike."""
+    sizes = _numels(tensors)
+    return None if all([guard_or_false(s == sizes[0]) for s in sizes]) else sizes
+
+
+def _flat(tensors: Tensors) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+# -- all ranks with all ranks ---
+
+
+@_traceable
+def all_reduce(name, tensor, op):
+    x, op = _scaled("all_reduce", tensor, op, None)
+    return _issue("all_reduce", x, op, name), [tensor]
+
+
+@_traceable
+def all_gather(name, tensor_list, tensor):
+    n = group_size(name)
+    _one_each("all_gather", n, tensor_list)
+    x = tensor.reshape(-1)
+    return _issue("all_gather_into_tensor", x, n, name, 0, _sizes(tensor_list)), tensor_list
+
+
+@_traceable
+def all_gather_single(name, output_tensor, input_tensor):
+    result = _issue("all_gather_into_tensor", input_tensor, group_size(name), name)
+    return result, [output_tensor]
+
+
+@_traceable
+def reduce_scatter(name, output, input_list, op):
+    n = group_size(name)
+    _one_each("reduce_scatter", n, input_list)
+    x, op = _scaled("reduce_scatter", _flat(input_list), op, None)
+    return _issue("reduce_scatter_tensor", x, op, n, name, 0, _sizes(input_list)), [output]
+
+
+@_traceable
+def reduce_scatter_single(name, output, input, op):
+    n = group_size(name)
+    rows = input if input.dim() and input.shape[0] % n == 0 else input.reshape(-1)
+    x, op = _scaled("reduce_scatter_single", rows, op, None)
+    return _issue("reduce_scatter_tensor", x, op, n, name), [output]
+
+
+# as in torch, but for its deprecation warning
+all_gather_into_tensor = all_gather_single
+reduce_scatter_tensor = reduce_scatter_single
+
+
+@_traceable
+def all_to_all(name, output_tensor_list, input_tensor_list):
+    for tensors in (input_tensor_list, output_tensor_list):
+        _one_each("all_to_all", group_size(name), tensors)
+    splits = _numels(output_tensor_list), _numels(input_tensor_list)
+    return _issue("all_to_all_single", _flat(input_tensor_list), *splits, name), output_tensor_list
+
+
+@_traceable
+def all_to_all_single(name, output, input, output_split_sizes, input_split_sizes):
+    n = group_size(name)
+    splits = []
+    for x, sizes in ((output, output_split_sizes), (input, input_split_sizes)):
+        if not sizes:
+            check_even_splits(x, None, None, name)
+        splits.append(list(sizes) if sizes else [x.shape[0] // n] * n)
+    return _issue("all_to_all_single", input, *splits, name), [output]
+
+
+@_traceable
+def barrier(name, device_ids, timeout):
+    return _issue("barrier", name), []
+
+
+# -- from or to one rank ---
+
+
+@_traceable
+def broadcast(name, tensor, src):
+    return _issue("broadcast", tensor, src, name), [tensor]
+
+
+@_traceable
+def reduce(name, tensor, dst, op):
+    x, op = _scaled("reduce", tensor, op, None)
+    # torch may leave anything in the other ranks' tensors: here they keep their values
+    return _issue("reduce", x, op, dst, name), [tensor] if dst == group_rank(name) else []
+
+
+@functools.partial(_traceable, root=0)
+def gather(name, tensor, gather_list, dst):
+    n = group_size(name)
+    outs = _on_root("gather", "gather_list", n, gather_list, tensor, dst == group_rank(name))
+    return _issue("gather", tensor.reshape(-1), dst, n, name), outs
+
+
+@functools.partial(_traceable, root=0)
+def scatter(name, tensor, scatter_list, src):
+    n = group_size(name)
+    parts = _on_root("scatter", "scatter_list", n, scatter_list, tensor, src == group_rank(name))
+    # elsewhere the op wants no more than the shape
+    x = _flat(parts) if parts else tensor.new_empty(()).expand(n * tensor.numel())
+    return _issue("scatter", x, src, n, name), [tensor]
+
+
+# -- between two ranks ---
+
+
+@_traceable
+def isend(name, tensor, dst, tag):
+    return _issue("isend", tensor, dst, tag, name), []
+
+
+@_traceable
+def irecv(name, tensor, src, tag):
+    return _issue("irecv", tensor, src, tag, name), [tensor]
+
+
+@functools.partial(_traceable, blocks=True)
+def send(name, tensor, dst, tag):
+    if dst == group_rank(name):
+        fail(BadOption, op="send", arg="dst", value="this rank", known="the others")
+    return _issue("isend", tensor, dst, tag, name), []
+
+
+@functools.partial(_traceable, blocks=True, outside=-1)
+def recv(name, tensor, src, tag):
+    return _issue("irecv", tensor, src, tag, name), [tensor], _ranks(name)[src]
+
+
+class P2POp(torch_dist.P2POp):
+    """torch.distributed's P2POp; ``op`` is isend or irecv, this module's or torch's."""
+
+    __signature__ = inspect.signature(torch_dist.P2POp)
+
+    def __new__(cls, op: Callable, *args: Any, **kwargs: Any) -> P2POp:
+        if tracing():
+            return object.__new__(cls)
+        return super().__new__(cls, _torchs(op), *args, **kwargs)
+
+    def __init__(
+        self,
+        op: Callable,
+        tensor: Tensor,
+        peer: Rank = None,
+        group: Group = None,
+        tag=0,
+        group_peer: Rank = None,
+    ) -> None:
+        if not tracing():
+            super().__init__(_torchs(op), tensor, peer, group, tag, group_peer)
+            return
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
+        name = group_name(group)
+        self.group_peer = _peer("P2POp", "peer", name, peer, group_peer)
+        self.peer = _ranks(name)[self.group_peer]
+
+
+def _torchs(op: Callable) -> Callable:
+    return {isend: torch_dist.isend, irecv: torch_dist.irecv}.get(op, op)
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
+    if not tracing():
+        return torch_dist.batch_isend_irecv(p2p_op_list)
+    names = {group_name(p.group) for p in p2p_op_list}
+    if len(names) != 1:
+        why = f"the transfers are in {len(names)} groups"
+        fail(MismatchedLists, op="batch_isend_irecv", why=why, hint="Make a call for each group.")
+    ops = [p.op.__name__ for p in p2p_op_list]  # Dynamo cannot compare torch's isend
+    peers, tags = [p.group_peer for p in p2p_op_list], [p.tag for p in p2p_op_list]
+    tensors = [p.tensor for p in p2p_op_list]
+    results = _issue("batch_p2p_ops", ops, peers, tags, tensors, *names)
+    return [
+        Handle(result) if op == "isend" else Handle(result, tensor)
+        for op, result, tensor in zip(ops, results, tensors, strict=True)
+    ]
