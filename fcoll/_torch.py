@@ -5,12 +5,16 @@ Tested with torch 2.13.0. Each name says what it is needed for.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._functorch.autograd_function as _functorch_autograd
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
@@ -25,6 +29,9 @@ TORCH_DIR = os.path.dirname(os.path.abspath(torch.__file__))
 
 # The class that DTensor, FSDP2 and AOTAutograd recognise by isinstance: ours derives from it.
 TorchAsyncCollectiveTensor = funcol.AsyncCollectiveTensor
+
+# All that torch's module has, as it is now: compat.py may be put in its place later.
+FUNCTIONAL_COLLECTIVES = dict(vars(funcol))
 
 # torch's registry of outstanding work, keyed by storage: `_c10d_functional.wait_tensor` finds
 # there what a collective of ours left, and ours finds theirs.
@@ -49,8 +56,57 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(c10d._world.pg_group_ranks)
 
 
+def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A group of these ranks in this order, which only its members make.
+
+    dist.new_group(use_local_synchronization=True) names it after the number of groups that the
+    process has. Members that do not agree on that number would wait for each other for ever.
+    """
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    pg, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(world.rank()),
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        c10d.GroupName(name),
+        timeout=c10d._get_default_timeout(backend),
+        device_id=world.bound_device_id,
+        group_desc=str(list(ranks)),
+    )
+    c10d._world.pg_group_ranks[pg] = {rank: i for i, rank in enumerate(ranks)}
+    return pg
+
+
 def mesh_group_name(mesh: DeviceMesh, axis: int) -> str:
     return mesh._dim_group_names[axis]
+
+
+def mesh_process_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """The group as an object of the graph, when one graph is traced for all ranks."""
+    return torch.ops._dtensor.mesh_get_process_group(mesh, axis)
+
+
+def find_group(ranks: list[int], tag: str) -> dist.ProcessGroup | None:
+    """The group of these ranks, in any order, that was made with this tag."""
+    return c10d._find_pg_by_ranks_and_tag(tag, ranks)
+
+
+def torch_ops_only() -> bool:
+    """Does someone listen who knows torch's ops only: LocalTensorMode, or a trace for all ranks?"""
+    if dist.config.compile_on_one_rank and tracing():
+        return True
+    local = None if torch.compiler.is_compiling() else sys.modules.get(_LOCAL_TENSOR)
+    return local is not None and local.local_tensor_mode() is not None
+
+
+_LOCAL_TENSOR = "torch.distributed._local_tensor"
+
+
+def group_timeout_s(pg: dist.ProcessGroup) -> float:
+    options = pg._get_backend(torch.device("cpu")).options
+    return options._timeout.total_seconds()
 
 
 def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:
@@ -81,13 +137,21 @@ def tracing() -> bool:
     )
 
 
+def size_hint(size: int) -> int:
+    """The value that a symbolic size has in the trace at hand; as it is if there is none."""
+    known = isinstance(size, torch.SymInt) and size.node.has_hint()
+    return size.node.hint if known else size
+
+
 def plain(x: torch.Tensor) -> bool:
     """Is x an ordinary tensor that nothing between the user and the kernel wants to see: no
-    subclass, gradient, transform, dispatch mode or profiler?"""
+    subclass, meta device, gradient, tangent, transform, dispatch mode or profiler?"""
     return (
         type(x) is torch.Tensor
+        and not x.is_meta
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.autograd._profiler_enabled()
     )
@@ -99,12 +163,30 @@ def wait_plain(x: torch.Tensor) -> None:
         torch.ops._c10d_functional.wait_tensor.default(x)
 
 
+@functools.cache
+def native_op(name: str) -> Callable[..., torch.Tensor]:
+    """The bare function of fcoll_native::name, without OpOverload's Python around it."""
+    return getattr(torch.ops.fcoll_native, name).default._op
+
+
 def transforming(x: torch.Tensor) -> bool:
     """Is x inside vmap, grad or another functorch transform?"""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def has_tangent(x: torch.Tensor) -> bool:
+    """Is x a dual number of forward-mode AD?"""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+# Is any functorch transform active, whatever tensor is at hand?
+transforms_active = torch._C._are_functorch_transforms_active
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# An autograd.Function for use inside an op's autograd kernel: under torch.func.grad that kernel
+# runs for one level at a time.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+single_level_functions = _functorch_autograd.enable_single_level_autograd_function
 
 
 def traced_stack() -> Sequence[Any]:
@@ -142,6 +224,54 @@ def make_wrapper(cls: type, elem: torch.Tensor) -> Any:
     )
 
 
+# -- AOTAutograd ---
+
+
+def teach_partitioner(ops: Sequence[Any]) -> None:
+    """Tell AOTAutograd's partitioner, if it is in use, what it knows of torch's own collectives.
+
+    It copies to the forward and to the backward graph whatever could be computed there, and then
+    removes what is dead. Of ours it would leave collectives that nobody uses or waits for, and run
+    a send of the forward in the backward once more.
+    """
+    partitioners = sys.modules.get("torch._functorch.partitioners")
+    if partitioners is None or hasattr(partitioners, "taught_fcoll"):
+        return
+    partitioners.taught_fcoll = True  # type: ignore[attr-defined]
+    with_effect = torch.fx.node._side_effectful_functions.intersection(ops)
+    pure = set(ops) - with_effect
+
+    def source(node: torch.fx.Node) -> Any:
+        """The op that a wait or an element of a list comes from."""
+        while node.target in (torch.ops._c10d_functional.wait_tensor.default, operator.getitem):
+            node = node.args[0]  # type: ignore[assignment]
+        return node.target
+
+    def has_effect(node: torch.fx.Node) -> bool:
+        return source(node) in with_effect
+
+    extract = partitioners._extract_graph_with_inputs_outputs
+    is_not_collective = partitioners.is_not_collective
+    in_forward, in_backward = partitioners._must_be_in_forward, partitioners._must_be_in_backward
+    is_backward = partitioners._has_tag_is_backward
+
+    def extract_without_the_dead(*args: Any, **kwargs: Any) -> torch.fx.Graph:
+        graph = extract(*args, **kwargs)
+        graph.eliminate_dead_code(is_impure_node=lambda node: source(node) not in pure)
+        return graph
+
+    vars(partitioners).update(
+        _extract_graph_with_inputs_outputs=extract_without_the_dead,
+        is_not_collective=lambda node: has_effect(node) or is_not_collective(node),
+        _must_be_in_forward=lambda node: (
+            in_forward(node) or (has_effect(node) and not is_backward(node))
+        ),
+        _must_be_in_backward=lambda node: (
+            in_backward(node) or (has_effect(node) and is_backward(node))
+        ),
+    )
+
+
 # -- Inductor ---
 
 _lowered: set[Any] = set()
@@ -156,16 +286,45 @@ def teach_inductor(ops: Sequence[Any]) -> None:
         return
     _lowered.update(ops)
     from torch._inductor import ir, lowering  # type: ignore[attr-defined]
+    from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
 
     def lower(op: Any) -> Callable[..., Any]:
+        create = ir._CollectiveKernel.create_out_of_place
+        if not any("Tensor" in str(a.type) for a in op._schema.arguments):
+            create = ir.FallbackKernel.create  # barrier: a collective kernel must have an input
+
         def lowered(*args: Any, **kwargs: Any) -> Any:
-            out = ir._CollectiveKernel.create_out_of_place(op, *args, **kwargs)
+            out = create(op, *args, **kwargs)
+            made = reversed(V.graph.operations)
+            in_order(next(node for node in made if isinstance(node, ir.FallbackKernel)))
             return tree_map(ir.TensorBox.create, out)
 
         return lowered
+
+    # Inductor keeps the order in which collectives start, but not that of a wait and what started
+    # before it: of two ranks that send to each other, each would wait before it starts to receive.
+    def wait(x: Any) -> Any:
+        out = stock_wait(x)
+        node = V.graph.operations[-1]
+        if isinstance(node, ir._WaitKernel):
+            started = node.inputs[0]
+            started = started.inputs[0] if isinstance(started, ir.MultiOutput) else started
+            if getattr(started, "op_overload", None) in ordered:
+                in_order(node)
+        return out
+
+    def in_order(node: Any) -> None:
+        last = getattr(V.graph, "last_in_order", None)
+        if last is not None:
+            V.graph.additional_buffer_deps[node.get_operation_name()].add(last)
+        V.graph.last_in_order = node.get_name()
 
     for op in ops:
         if op not in lowering.lowerings:
             lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
             lowering.register_lowering(op, type_promotion_kind=None)(lower(op))
+    ordered = torch.fx.node._side_effectful_functions.intersection(ops)
+    torch_wait = torch.ops._c10d_functional.wait_tensor.default
+    stock_wait = lowering.lowerings[torch_wait]
+    lowering.register_lowering(torch_wait, type_promotion_kind=None)(wait)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace as Call
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.reductions import REDUCTIONS
-
-Tensor = torch.Tensor
 
 
 def _ops():  # type: ignore[no-untyped-def]
@@ -28,7 +28,30 @@ def _wait(x: Tensor) -> Tensor:
     return _ops().wait_tensor(x)
 
 
-# -- reductions: how one rank's part shares in the gradient G of the reduced value -------------------
+class _Identity(torch.autograd.Function):
+    """all_reduce(grad="identity") and this are each the gradient of the other."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, group_name: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.group_name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _wait(_ops().all_reduce(grad, "sum", ctx.group_name, "identity")), None
+
+
+def identity(x: Tensor, group_name: str) -> Tensor:
+    """x itself; its gradient is summed over the group."""
+    return _Identity.apply(x, group_name)
+
+
+# -- reductions: how one rank's part shares in the gradient G of the reduced value ---
 
 
 def _whole(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
@@ -43,7 +66,7 @@ def _others_product(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
     # Not y / x, which zeros spoil: the product of all parts but ours. Differentiable again.
     g = by_name(group_name)
     parts = _wait(_ops().all_gather_into_tensor(x.unsqueeze(0), g.n, group_name))
-    others = torch.cat([parts[: g.rank], parts[g.rank + 1 :]])
+    others = parts.roll(-g.rank, 0)[1:]  # ours is first, then left out
     return G * others.prod(0).conj()
 
 
@@ -69,15 +92,17 @@ def _share(op: str, reduce_op: str, G: Tensor, x: Tensor, y: Tensor, group_name:
     return _SHARE[share](G, x, y, group_name)
 
 
-def needs_values(a: Call) -> bool:
-    """Does the gradient need the values of the input and the result?"""
-    return REDUCTIONS[a.reduce_op].share in ("others_product", "tied")
+def needs_values(a: Call) -> tuple[str, ...]:
+    """Whose values the gradient needs."""
+    needed = {"others_product": ("input",), "tied": ("input", "output")}
+    return needed.get(REDUCTIONS[a.reduce_op].share or "", ())
 
 
 def all_reduce(grad: Tensor, a: Call) -> Tensor:
-    G = grad
     if a.grad == "sum":
         G = _wait(_ops().all_reduce(grad, "sum", a.group_name))
+    else:
+        G = identity(grad, a.group_name)
     return _share("all_reduce", a.reduce_op, G, a.saved_input, a.saved_output, a.group_name)
 
 
@@ -134,13 +159,18 @@ def permute(grad: Tensor, a: Call) -> Tensor:
     return _wait(_ops().permute(grad, source, a.group_name))
 
 
+def wait_tensor(grad: Tensor, a: Call) -> Tensor:
+    return grad
+
+
 # -- lists ---
 
 
 def all_reduce_coalesced(grads: list[Tensor], a: Call) -> list[Tensor]:
-    Gs = grads
     if a.grad == "sum":
         Gs = list(map(_wait, _ops().all_reduce_coalesced(grads, "sum", a.group_name)))
+    else:
+        Gs = [identity(G, a.group_name) for G in grads]
     xs, ys = a.saved_input or [None] * len(Gs), a.saved_output or [None] * len(Gs)
     op = "all_reduce_coalesced"
     return [

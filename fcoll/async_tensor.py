@@ -5,17 +5,18 @@ from __future__ import annotations
 import atexit
 import copy
 import sys
+import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fcoll import _torch
+from fcoll.errors import from_native
 from fcoll.where import show, user_site
-
-Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
@@ -25,6 +26,9 @@ class Pending:
     op: str = "collective"
     site: tuple[str, int] = ("?", 0)
     done: bool = False
+    # held while waiting: torch gives the work to the first who waits, a second would find nothing
+    # to wait for and go on too early
+    lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
 
 
 # Collectives issued and not yet waited for. Held here, not by their tensors: one whose tensor was
@@ -67,12 +71,24 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
     def trigger_wait(self) -> Tensor:
         """The plain tensor inside, complete; without the autograd graph around it."""
         if not self.completed:
-            if _torch.plain(self.elem):
-                _torch.wait_plain(self.elem)
-            else:  # while tracing, the waited-for tensor is another node of the graph
-                self.elem = torch.ops.fcoll.wait_tensor(self.elem)
-            self.completed = True
+            with self._pending.lock:
+                self._wait_unless_completed()
         return self.elem
+
+    def _wait_unless_completed(self) -> None:
+        if self.completed:
+            return
+        if _torch.plain(self.elem):
+            try:
+                _torch.wait_plain(self.elem)
+            except RuntimeError as error:
+                _in_flight.discard(self._pending)  # there is nothing left to wait for
+                raise from_native(error) from None
+        else:
+            # While tracing, the waited-for tensor is another node of the graph. It is torch's
+            # op, since ours does not become it below autograd, where modes may call this.
+            self.elem = torch.ops._c10d_functional.wait_tensor(self.elem)
+        self.completed = True
 
     def wait(self) -> Tensor:
         """The plain, complete tensor, in the same autograd graph."""
@@ -102,12 +118,6 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"AsyncCollectiveTensor({self.wait()})"
 
-    def tolist(self) -> Any:
-        return self.wait().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.wait().numpy(force=force)
-
     def __deepcopy__(self, memo: dict) -> Tensor:
         return copy.deepcopy(self.trigger_wait(), memo)
 
@@ -129,6 +139,19 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
         return self.trigger_wait() if expected_type in (Tensor, None) else None
 
 
+def _of_the_waited_for(name: str) -> Any:
+    def method(self: AsyncCollectiveTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.wait(), name)(*args, **kwargs)
+
+    return method
+
+
+# Methods that reach for the memory or for Python values without asking the dispatcher. The wrapper
+# has no memory: some of them would crash.
+for _name in ("tolist", "numpy", "data_ptr", "share_memory_", "__dlpack__", "__format__"):
+    setattr(AsyncCollectiveTensor, _name, _of_the_waited_for(_name))
+
+
 class _Wrap(torch.autograd.Function):
     """plain -> async, an identity of autograd."""
 
@@ -145,6 +168,8 @@ def in_flight(x: Tensor, op: str) -> Tensor:
     """What a user function returns for the op's result: async in eager, waited for in a trace."""
     if _torch.tracing() or _torch.transforming(x):
         return torch.ops.fcoll.wait_tensor(x)
+    if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
+        return x
     pending = Pending(op, user_site() or Pending.site)
     _in_flight.add(pending)
     if x.requires_grad:
@@ -157,7 +182,9 @@ def _report_unwaited() -> None:
     if not _in_flight:
         return
     counts = Counter((p.op, show(p.site)) for p in _in_flight)
-    lines = [f"  {op} at {line}" + (f" (x{k})" if k > 1 else "") for (op, line), k in counts.items()]
+    lines = [
+        f"  {op} at {line}" + (f" (x{k})" if k > 1 else "") for (op, line), k in counts.items()
+    ]
     print(
         f"fcoll: {len(_in_flight)} collectives were issued and never waited for "
         "(use the result, or call fcoll.wait_tensor on it):",

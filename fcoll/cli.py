@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import fcoll
@@ -22,11 +23,23 @@ def _collectives(args: argparse.Namespace) -> int:
     return 0
 
 
+def _build(args: argparse.Namespace) -> int:
+    """Compile the C++ part now, instead of at the first collective."""
+    from fcoll.native import build
+
+    try:
+        print(build.build())
+    except build.BuildFailed as error:
+        print(f"fcoll: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fcoll", description=fcoll.__doc__)
     parser.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run in {"collectives": _collectives}.items():
+    for name, run in {"collectives": _collectives, "build": _build}.items():
         command = commands.add_parser(name, help=(run.__doc__ or "").splitlines()[0])
         command.set_defaults(run=run)
     return parser

@@ -36,7 +36,7 @@ class Collective:
     wire_bytes: Callable[[Expr, Expr], Expr]
     steps: Callable[[Expr], Expr]
     targets: tuple[str, ...] = ()
-    saves: Callable[[Any], bool] | None = None
+    saves: Callable[[Any], tuple[str, ...]] | None = None
     contiguous: bool = False
     side_effect: bool = False
 
@@ -111,9 +111,7 @@ def _shape_shard_dim(input, gather_dim, shard_dim, group_name):  # type: ignore[
 
 
 def _shape_p2p(op_list, peer_list, tag_list, tensors, group_name):  # type: ignore[no-untyped-def]
-    return [
-        [0] if op == "isend" else list(x.shape) for op, x in zip(op_list, tensors, strict=True)
-    ]
+    return [[0] if op == "isend" else list(x.shape) for op, x in zip(op_list, tensors, strict=True)]
 
 
 def _torch_ops(name: str, *more: str) -> tuple[str, ...]:
@@ -136,8 +134,7 @@ _ROWS = (
     ),
     Collective(
         "all_gather_into_tensor",
-        "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None)"
-        " -> Tensor",
+        "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
         check=rules.check_all_gather,
         shape=lambda input, n, group_name, dim=0, sizes=None: gathered(input, n, dim, sizes),
         run=runs.all_gather_into_tensor,
@@ -397,7 +394,7 @@ _ROWS = (
         check=lambda tensor: None,
         shape=rules.same,
         run=lambda tensor: torch.ops._c10d_functional.wait_tensor(tensor),
-        adjoint=None,
+        adjoint=adjoints.wait_tensor,
         wire_bytes=_none,
         steps=_zero,
         targets=_torch_ops("wait_tensor"),

@@ -5,6 +5,7 @@ Every template says what is wrong, where (``{at}`` becomes ", at model.py:31") a
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 from fcoll import _torch
@@ -18,6 +19,7 @@ class FcollError(AssertionError, ValueError):
     """The base of all errors that fcoll raises for a call it cannot carry out."""
 
     template = "{what}{at}"
+    rank: int = -1
 
     def __init__(self, *message: str, **facts: Any) -> None:
         if facts:
@@ -25,6 +27,10 @@ class FcollError(AssertionError, ValueError):
             at = f", at {line}" if line else ""
             message = (f"{type(self).__name__}: {self.template.format(at=at, **facts)}",)
         super().__init__(*message)
+
+    def __reduce__(self) -> Any:
+        # not the whole __dict__: Dynamo leaves frames there, which cannot be pickled
+        return type(self), self.args, {"rank": self.rank}
 
 
 class UnknownReduceOp(FcollError):
@@ -86,7 +92,9 @@ class UnevenShard(FcollError):
 
 
 class BadSizes(FcollError):
-    template = "{op}: sizes={sizes} do not fit{at}: {why}. Give one size >= 0 for each of {n} ranks."
+    template = (
+        "{op}: sizes={sizes} do not fit{at}: {why}. Give one size >= 0 for each of {n} ranks."
+    )
 
 
 class BadSplits(FcollError):
@@ -121,6 +129,48 @@ class BadOutput(FcollError):
 
 class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
+
+
+class CollectiveMismatch(FcollError):
+    template = (
+        "{message}{at}. All ranks of a group must make the same calls in the same order: look for "
+        "a branch that only some of them take."
+    )
+
+
+class PeerDied(FcollError, RuntimeError):
+    template = "{message}{at}. The group is closed: restart the job."
+
+
+class CollectiveTimeout(FcollError, RuntimeError):
+    template = (
+        "{message}{at}. Is that rank stuck, or did it skip the call? Raise the timeout given to "
+        "init_process_group if it is only slow."
+    )
+
+
+class GroupClosed(FcollError, RuntimeError):
+    template = "{message}{at}. Make a new process group, or restart the job."
+
+
+class GroupForked(FcollError, RuntimeError):
+    template = "{message}{at}. Call init_process_group in the new process."
+
+
+_NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")
+
+
+def from_native(error: RuntimeError) -> RuntimeError | FcollError:
+    """What the C++ part threw, as the class that it names; any other error as it is.
+
+    A mistake that names a rank has it as ``rank``, counted within the group.
+    """
+    found = _NATIVE.search(str(error))
+    if found is None:
+        return error
+    made: FcollError = globals()[found[1]](message=found[3])
+    made.rank = int(found[2])
+    return made
 
 
 @_torch.at_trace_time

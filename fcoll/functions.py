@@ -9,18 +9,43 @@ for and the result is a plain tensor. The examples run on every rank: ``rank`` i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fcoll import _torch, reductions, rules
+from fcoll import _torch, adjoints, direct, reductions, rules
 from fcoll.async_tensor import AsyncCollectiveTensor, in_flight
 from fcoll.collectives import COLLECTIVES
+from fcoll.errors import from_native
 from fcoll.groups import GroupLike, group_name, group_size
+from fcoll.native import build
+from fcoll.ops import IN_CPP
 
-Tensor = torch.Tensor
-ReduceOpLike = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "barrier",
+    "batch_p2p",
+    "broadcast",
+    "gather",
+    "identity",
+    "irecv",
+    "isend",
+    "permute",
+    "reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "shard_dim_alltoall",
+    "wait_tensor",
+]
+
+ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
@@ -30,10 +55,16 @@ def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         check(*args)
-    elif _torch.plain(args[0]):
+        return getattr(torch.ops.fcoll, name)(*args)
+    try:
+        if not _torch.plain(args[0]):
+            return getattr(torch.ops.fcoll, name)(*args)
+        if name in IN_CPP and build.loaded():
+            return _torch.native_op(name)(*args)
         check(*args)
         return COLLECTIVES[name].run(*args)
-    return getattr(torch.ops.fcoll, name)(*args)
+    except RuntimeError as error:
+        raise from_native(error) from None
 
 
 def _result(name: str, n: int, out: Any) -> Any:
@@ -50,11 +81,13 @@ def _scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[
     factor = reductions.premul_factor(name, op, factor)
     if factor is None:
         return x, parsed
-    return ([y * factor for y in x] if isinstance(x, (list, tuple)) else x * factor), "sum"
+    if isinstance(x, Tensor):
+        return reductions.scaled(name, x, factor), "sum"
+    return [reductions.scaled(name, y, factor) for y in x], "sum"
 
 
 def _positive(dim: int, x: Tensor) -> int:
-    return dim + x.dim() if dim < 0 else dim
+    return dim + x.dim() if -x.dim() <= dim < 0 else dim  # the check names the user's own number
 
 
 def _each(dim: int | Sequence[int], xs: Sequence[Tensor]) -> list[int]:
@@ -71,7 +104,11 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else torch.ops.fcoll.wait_tensor(x)
+    if isinstance(x, AsyncCollectiveTensor):
+        return x.wait()
+    if not torch.compiler.is_compiling() and _torch.plain(x) and _torch.work_registry_size() == 0:
+        return x  # nothing at all is under way
+    return torch.ops.fcoll.wait_tensor(x)
 
 
 def all_reduce(
@@ -96,6 +133,9 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
+    short = not torch.compiler.is_compiling() and factor is None and grad in rules.GRADS
+    if short and (lane := direct.lane(x, group, op)):
+        return direct.call("all_reduce", x, op, lane, grad)
     x, op = _scaled("all_reduce", x, op, factor)
     name = group_name(group)
     out = _start("all_reduce", rules.check_all_reduce, x, op, name, grad)
@@ -285,7 +325,7 @@ def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
     name = group_name(group)
     token = _start("isend", rules.check_isend, x, dst, tag, name)
     # a trace must not wait here: two ranks that send to each other would both wait for ever
-    return token if torch.compiler.is_compiling() else in_flight(token, "isend")
+    return token if _torch.tracing() else in_flight(token, "isend")
 
 
 def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tensor:
@@ -370,18 +410,6 @@ def reduce_scatter_tensor_coalesced(
     return _result("reduce_scatter_tensor_coalesced", n, out)
 
 
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        summed = torch.ops.fcoll.all_reduce(grad, "sum", ctx.name)
-        return torch.ops.fcoll.wait_tensor(summed), None
-
-
 def identity(x: Tensor, group: GroupLike = None) -> Tensor:
     """x itself; its gradient is summed over the group.
 
@@ -393,4 +421,4 @@ def identity(x: Tensor, group: GroupLike = None) -> Tensor:
     >>> x.grad.tolist() == [n, n]
     True
     """
-    return _Identity.apply(x, group_name(group))
+    return adjoints.identity(x, group_name(group))

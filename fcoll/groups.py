@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,7 @@ from fcoll.errors import (
 
 #: Everything that names a group: a ProcessGroup, a 1-D DeviceMesh, a mesh and one of its
 #: dimensions (by number or name), a group's name, its global ranks, or None for all ranks.
-GroupLike = (
+GroupLike: TypeAlias = (
     dist.ProcessGroup
     | DeviceMesh
     | tuple[DeviceMesh, int | str]
@@ -58,6 +60,7 @@ class Group:
 # name -> (weak reference to the group it was made from, Group). Weak, so that a destroyed group
 # goes away, and compared, because torch gives the names of destroyed groups to new ones.
 _known: dict[str, tuple[weakref.ref, Group]] = {}
+_times_made: Counter[tuple[int, ...]] = Counter()
 
 
 def by_name(name: str) -> Group:
@@ -167,6 +170,7 @@ def _name_of_ranks(ranks: Sequence) -> str:
     for pg in _torch.all_groups():
         if _torch.group_ranks(pg) == wanted:
             return pg.group_name
-    # local synchronization: only the members need to come here, as only they call the collective
-    made = dist.new_group(list(wanted), use_local_synchronization=True, sort_ranks=False)
-    return made.group_name
+    # a new name each time: after a destroyed group of that name, gloo would find the old addresses
+    _times_made[wanted] += 1
+    name = f"fcoll{list(wanted)}#{_times_made[wanted]}"
+    return _torch.new_group(wanted, name).group_name

@@ -1,4 +1,4 @@
-"""Run a function on local ranks: under torchrun as one of its ranks, by plain Python on new ones."""
+"""Run a function on local ranks: as one of torchrun's, or on new ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 
-def launch(main: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo") -> None:
+def launch(
+    main: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo"
+) -> None:
     """Call ``main(*args)`` on every rank of a world with a process group.
 
     Started by torchrun, this process is one rank and torchrun says how many there are. Started by
-    plain Python, ``world_size`` processes are spawned and waited for; if one fails, its traceback is
-    raised and the others are ended. ``main`` must be importable: a function of a module.
+    plain Python, ``world_size`` processes are spawned and waited for; if one fails, its traceback
+    is raised and the others are ended. ``main`` must be importable: a function of a module.
 
     The cores are shared out: each local rank gets its part of them as threads.
     """

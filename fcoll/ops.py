@@ -7,14 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fcoll import _torch, rules
 from fcoll.collectives import COLLECTIVES, Collective
-
-Tensor = torch.Tensor
+from fcoll.errors import NoGradient
+from fcoll.groups import by_name
+from fcoll.symm_mem import handle_of
 
 _lib = torch.library.Library("fcoll", "DEF")
+
+# Rows whose kernel for CPU tensors is in C++ (native/torch_ops.cpp). What it does not serve it
+# passes on to the Python kernel, which for that has a name of its own.
+IN_CPP = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+_pg_lib = torch.library.Library("fcoll_pg", "DEF")
 
 
 def _op(row: Collective) -> Any:
@@ -31,17 +38,12 @@ def _define(row: Collective) -> None:
     if row.side_effect:
         torch.fx.node.has_side_effect(_op(row))
     if row.name == "wait_tensor":
-        _lib.impl(row.name, row.run, "CompositeImplicitAutograd")
-        torch.library.register_vmap("fcoll::wait_tensor", _vmap(row), lib=_lib)
-        return
-    _lib.impl(row.name, _eager_kernel(row), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fcoll::{row.name}", _fake_kernel(row), lib=_lib)
-    if row.mutates:
-        _lib.impl(row.name, _refuse_gradient(row), "Autograd")
-    elif row.adjoint:
-        torch.library.register_autograd(
-            f"fcoll::{row.name}", _backward(row), setup_context=_save(row), lib=_lib
-        )
+        _lib.impl(row.name, _wait_kernel(row), "CompositeImplicitAutograd")
+    else:
+        _lib.impl(row.name, _eager_kernel(row), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fcoll::{row.name}", _fake_kernel(row), lib=_lib)
+        if row.adjoint:
+            _lib.impl(row.name, _autograd_kernel(row), "Autograd")
     if row.batched:
         torch.library.register_vmap(f"fcoll::{row.name}", _vmap(row), lib=_lib)
 
@@ -61,6 +63,7 @@ def _eager_kernel(row: Collective) -> Callable[..., Any]:
 
 def _fake_kernel(row: Collective) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        _torch.teach_partitioner(_FUNCTIONAL)
         _torch.teach_inductor(_FUNCTIONAL)
         row.check(*args, **kwargs)
         if row.mutates:
@@ -81,71 +84,71 @@ def _fake_kernel(row: Collective) -> Callable[..., Any]:
 # -- autograd ---
 
 
-def _call(row: Collective, inputs: Sequence[Any]) -> SimpleNamespace:
+def _call(row: Collective, args: Sequence[Any]) -> SimpleNamespace:
     """A call's arguments by name, defaults filled in; tensors left out."""
-    arguments = _op(row)._schema.arguments
-    values = [*inputs, *(a.default_value for a in arguments[len(inputs) :])]
+    arguments = [a for a in _op(row)._schema.arguments if not a.kwarg_only]
+    values = [*args, *(a.default_value for a in arguments[len(args) :])]
     named = zip((a.name for a in arguments), values, strict=True)
     plain = {k: v for k, v in named if not any(isinstance(x, Tensor) for x in tree_leaves(v))}
     return SimpleNamespace(op=row.name, saved_input=None, saved_output=None, **plain)
 
 
-def _save(row: Collective) -> Callable[..., None]:
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        ctx.call = _call(row, inputs)
-        first = inputs[0]
-        ctx.call.input_shape = (
-            first.shape if isinstance(first, Tensor) else [getattr(x, "shape", None) for x in first]
-        )
-        ctx.keeps = row.saves is not None and row.saves(ctx.call)
-        if ctx.keeps:
-            ctx.save_for_backward(*tree_leaves(first), *tree_leaves(output))
+def _function(row: Collective) -> Any:
+    """The row as an autograd function of its tensors: ``apply(args, kwargs, *tensors)``."""
 
-    return setup_context
+    def forward(ctx: Any, args: Any, kwargs: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # grad mode on: under torch.func.grad the levels outside this one differentiate too
+        with torch.enable_grad(), _torch.below_autograd():
+            outs = tuple(tree_leaves(_op(row)(*args, **kwargs)))
+        ctx.call = _call(row, args)
+        ctx.call.input_shape = [x.shape for x in tensors] if row.on_lists else tensors[0].shape
+        values = {"input": tensors, "output": outs}
+        needed = row.saves(ctx.call) if row.saves else ()
+        ctx.save_for_backward(*(x for which in needed for x in values[which]))
+        if row.mutates:
+            ctx.mark_dirty(*outs)
+        return outs
 
-
-def _backward(row: Collective) -> Callable[..., Any]:
-    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call = SimpleNamespace(**vars(ctx.call))
-        if ctx.keeps:
-            saved = ctx.saved_tensors
-            half = len(saved) // 2
-            xs, ys = saved[:half], [torch.ops.fcoll.wait_tensor(y) for y in saved[half:]]
-            call.saved_input, call.saved_output = (xs, ys) if row.on_lists else (xs[0], ys[0])
+        xs, ys = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        if xs:
+            call.saved_input = xs if row.on_lists else xs[0]
+        if ys:
+            ys = list(map(torch.ops.fcoll.wait_tensor, ys))
+            call.saved_output = ys if row.on_lists else ys[0]
         assert row.adjoint is not None
-        # one a given argument: torch counts those left at their defaults only for single tensors
-        return (row.adjoint(grad, call), *[None] * (len(ctx.needs_input_grad) - 1))
+        found = row.adjoint(list(grads) if row.on_lists else grads[0], call)
+        return (None, None, *(found if row.on_lists else [found]))
 
-    return backward
-
-
-class _Overwrite(torch.autograd.Function):
-    """An in-place or out form in an autograd graph: its backward is an error that says why."""
-
-    @staticmethod
-    def forward(ctx: Any, row: Collective, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
-        ctx.row = row
-        with _torch.below_autograd():
-            out = _op(row)(*args, **kwargs)
-        written = tuple(tree_leaves(out))
-        ctx.mark_dirty(*written)
-        return written
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.row.adjoint(grads, SimpleNamespace(op=ctx.row.name))
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"fcoll_{row.name}_", (_torch.SingleLevelFunction,), methods)
 
 
-def _refuse_gradient(row: Collective) -> Callable[..., Any]:
+def _autograd_kernel(row: Collective) -> Callable[..., Any]:
+    """Not torch.library.register_autograd, which torch.func.grad cannot differentiate."""
+    function = _function(row)
+    is_list = row.schema.endswith(("Tensor[]", "Tensor[](a!)"))
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(map(_torch.has_tangent, tensors)):
+            why = "forward-mode AD (jvp, make_dual) is not implemented"
+            raise NoGradient(op=row.name, why=why, hint="Use reverse mode: backward, grad or vjp.")
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            written = _Overwrite.apply(row, args, kwargs, *tensors)
-            return list(written) if row.schema.endswith("Tensor[](a!)") else written[0]
+            with _torch.single_level_functions():
+                outs = function.apply(args, kwargs, *tensors)
+            return list(outs) if is_list else outs[0]
         with _torch.below_autograd():
             return _op(row)(*args, **kwargs)
 
     return kernel
+
+
+def _wait_kernel(row: Collective) -> Callable[[Tensor], Tensor]:
+    """torch's wait in a kernel for all dispatch keys; torch.func cannot differentiate torch's."""
+    run, level = row.run, _autograd_kernel(row)
+    return lambda tensor: level(tensor) if _torch.transforms_active() else run(tensor)
 
 
 # -- vmap ---
@@ -154,6 +157,7 @@ def _refuse_gradient(row: Collective) -> Callable[..., Any]:
 def _vmap(row: Collective) -> Callable[..., Any]:
     """The mapped dim goes last: the dims that collectives name count from the front."""
     keeps_shape = row.shape in (rules.same, rules.same_each)
+    out_dim = None if row.shape is rules.nothing else -1
 
     def behind(x: Tensor, in_dim: int | None) -> Tensor:
         if in_dim is None:
@@ -164,7 +168,7 @@ def _vmap(row: Collective) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         first, dims = args[0], in_dims[0]
         if isinstance(first, Tensor):
-            return _op(row)(behind(first, dims), *args[1:]), -1
+            return _op(row)(behind(first, dims), *args[1:]), out_dim
         xs = [behind(x, d) for x, d in zip(first, dims, strict=True)]
         return _op(row)(xs, *args[1:]), [None if d is None else -1 for d in dims]
 
@@ -173,6 +177,12 @@ def _vmap(row: Collective) -> Callable[..., Any]:
 
 for _row in COLLECTIVES.values():
     _define(_row)
+
+_pg_lib.define("connect(str group_name) -> bool")
+_pg_lib.impl("connect", lambda name: handle_of(by_name(name)) != 0, "CompositeExplicitAutograd")
+for _name in IN_CPP:
+    _pg_lib.define(_name + COLLECTIVES[_name].schema)
+    _pg_lib.impl(_name, _eager_kernel(COLLECTIVES[_name]), "CompositeExplicitAutograd")
 
 _FUNCTIONAL = [
     _op(row) for row in COLLECTIVES.values() if not row.mutates and row.name != "wait_tensor"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fcoll import _torch
-from fcoll.errors import MissingFactor, UnknownReduceOp, WrongDtype
+from fcoll.errors import MissingFactor, UnknownReduceOp, WrongDtype, fail
 
-Tensor = torch.Tensor
 PREMUL_SUM = "premul_sum"
 
 
@@ -29,7 +29,9 @@ class Reduction:
     share: str | None = None
 
 
-def _row(name: str, takes: str, fold: Callable, on_bool: str | None, share: str | None) -> Reduction:
+def _row(
+    name: str, takes: str, fold: Callable, on_bool: str | None, share: str | None
+) -> Reduction:
     return Reduction(name, getattr(dist.ReduceOp, name.upper()), takes, fold, on_bool, share)
 
 
@@ -77,30 +79,53 @@ def parse(op: str, reduce_op: str | dist.ReduceOp) -> str:
     >>> parse("all_reduce", "SUM"), parse("all_reduce", dist.ReduceOp.MAX)
     ('sum', 'max')
     """
-    if isinstance(reduce_op, str):
-        name = reduce_op.lower()
-    else:
-        name = _BY_ENUM.get(_enum(reduce_op), "")
+    is_name = isinstance(reduce_op, str)
+    name = reduce_op.lower() if is_name else _BY_ENUM.get(_enum(reduce_op), "")
     if name not in REDUCTIONS and name != PREMUL_SUM:
         raise UnknownReduceOp(op=op, reduce_op=reduce_op, known=known())
     return name
 
 
-@_torch.at_trace_time
 def premul_factor(op: str, reduce_op: str | dist.ReduceOp, factor: float | None) -> float | None:
     """The factor of premul_sum: the argument's, or the one inside the ReduceOp."""
-    if factor is None:
-        factor = getattr(reduce_op, "factor", None)
-    if (parse(op, reduce_op) == PREMUL_SUM) != (factor is not None):
-        raise MissingFactor(op=op, reduce_op=reduce_op, factor=factor)
+    scales = parse(op, reduce_op) == PREMUL_SUM
+    if scales and factor is None:
+        factor = _factor_inside(reduce_op)
+    if scales != (factor is not None):
+        fail(MissingFactor, op=op, reduce_op=reduce_op, factor=f"{factor}")
     return factor
 
 
+@_torch.at_trace_time
+def _factor_inside(reduce_op: str | dist.ReduceOp) -> float | None:
+    factor = getattr(reduce_op, "factor", None)
+    return factor.item() if isinstance(factor, Tensor) else factor
+
+
+def scaled(op: str, x: Tensor, factor: float) -> Tensor:
+    """x times the factor of premul_sum, in x's own dtype."""
+    kind = torch.float32
+    for python, torchs in _DTYPES:
+        if isinstance(factor, python):
+            kind = torchs
+            break
+    if not _castable(kind, x.dtype):
+        hint = f"Times {factor} it would be another type: convert it first, or use sum."
+        fail(WrongDtype, op=op, reduce_op=PREMUL_SUM, dtype=x.dtype, hint=hint)
+    return (x.to(_accumulator(x.dtype)) * factor).to(x.dtype)
+
+
+_DTYPES = ((bool, torch.bool), (int, torch.int64), (complex, torch.complex64))
+
+
+@_torch.at_trace_time
+def _castable(source: torch.dtype, to: torch.dtype) -> bool:
+    return torch.can_cast(source, to)
+
+
 def _enum(reduce_op: dist.ReduceOp) -> int:
-    try:
-        return int(getattr(reduce_op, "op", reduce_op))
-    except (TypeError, ValueError):
-        return -1
+    kind = getattr(reduce_op, "op", reduce_op)
+    return int(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else -1  # no other numbers
 
 
 @_torch.at_trace_time

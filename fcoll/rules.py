@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from fcoll._torch import guard_or_false
+from fcoll._torch import guard_or_false, size_hint
 from fcoll.errors import (
     BadDim,
     BadOption,
@@ -27,9 +28,9 @@ from fcoll.errors import (
 from fcoll.groups import check_device, group_label, group_rank, group_size
 from fcoll.reductions import check_reduction
 
-Tensor = torch.Tensor
 Shape = list[int]
 Sizes = Sequence[int] | None
+GRADS = ("sum", "identity")
 
 
 # -- parts of checks ---
@@ -56,14 +57,21 @@ def _divisible(op: str, x: Tensor, dim: int, group_name: str, remedy: str = "siz
     n = group_size(group_name)
     size = x.shape[dim]
     if guard_or_false(size % n != 0):
-        padded = f"{(size + n - 1) // n * n}"
+        padded = _shown((size + n - 1) // n * n)
         label = group_label(group_name)
-        facts = dict(op=op, group=label, dim=dim, size=f"{size}", n=n, padded=padded)
+        facts = dict(op=op, group=label, dim=dim, size=_shown(size), n=n, padded=padded)
         fail(UnevenShard, remedy=remedy, **facts)
 
 
+def _shown(size: int) -> str:
+    """A size in a message: of a symbolic one the value that it has in this trace."""
+    if torch.compiler.is_dynamo_compiling():
+        return f"{size}"  # it puts the value there
+    return f"{size_hint(size)}"
+
+
 def _listed(sizes: Sequence[int]) -> str:
-    return "[" + ", ".join([f"{s}" for s in sizes]) + "]"
+    return "[" + ", ".join([_shown(s) for s in sizes]) + "]"
 
 
 def _complaint(sizes: Sequence[int], n: int, total: int | None) -> str:
@@ -74,7 +82,7 @@ def _complaint(sizes: Sequence[int], n: int, total: int | None) -> str:
         if guard_or_false(s < 0):
             return "one is negative"
     if total is not None and guard_or_false(sum(sizes) != total):
-        return f"they add up to {sum(sizes)}, the tensor has {total}"
+        return f"they add up to {_shown(sum(sizes))}, the tensor has {_shown(total)}"
     return ""
 
 
@@ -89,13 +97,13 @@ def _my_size(op: str, x: Tensor, dim: int, sizes: Sequence[int], group_name: str
     r = group_rank(group_name)
     have = x.shape[dim] if x.dim() else 1
     if guard_or_false(have != sizes[r]):
-        why = f"the tensor has {have} along dim {dim}, sizes[{r}] is this rank's"
+        why = f"the tensor has {_shown(have)} along dim {dim}, sizes[{r}] is this rank's"
         fail(BadSizes, op=op, sizes=_listed(sizes), why=why, n=len(sizes))
 
 
 def _grad(op: str, grad: str) -> None:
-    if grad not in ("sum", "identity"):
-        fail(BadOption, op=op, arg="grad", value=grad, known="sum, identity")
+    if grad not in GRADS:
+        fail(BadOption, op=op, arg="grad", value=grad, known=", ".join(GRADS))
 
 
 def _list(op: str, inputs: Sequence[Tensor], dims: Sequence[int] | None = None) -> None:
@@ -180,7 +188,9 @@ def check_all_to_all(
             fail(BadSplits, op=op, arg=arg, splits=_listed(splits), why=why, n=n)
 
 
-def check_even_splits(x: Tensor, output_splits: Sizes, input_splits: Sizes, group_name: str) -> None:
+def check_even_splits(
+    x: Tensor, output_splits: Sizes, input_splits: Sizes, group_name: str
+) -> None:
     """Without splits, dim 0 must divide; one of the two alone is a mistake."""
     op = "all_to_all_single"
     n = group_size(group_name)
@@ -319,8 +329,11 @@ def _out(op: str, out: Tensor, shape: Shape, like: Tensor) -> None:
     got = (list(out.shape), out.dtype, out.device, out.is_contiguous())
     want = (list(shape), like.dtype, like.device, True)
     if got != want:
-        names = [f"shape {s}, {d}, {v}" + ("" if c else ", strided") for s, d, v, c in (got, want)]
-        fail(BadOutput, op=op, got=names[0], want=names[1])
+        fail(BadOutput, op=op, got=_layout(*got), want=_layout(*want))
+
+
+def _layout(shape: Shape, dtype: torch.dtype, device: torch.device, contiguous: bool) -> str:
+    return f"shape {_listed(shape)}, {dtype}, {device}" + ("" if contiguous else ", strided")
 
 
 # -- shapes: the sizes of the result, from the checked arguments ---

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
+from torch import Tensor
 
 from fcoll import transport
 from fcoll.groups import Group, by_name
 from fcoll.reductions import REDUCTIONS
 from fcoll.rules import Sizes, gathered, scattered
 from fcoll.transport import Then, issued
-
-Tensor = torch.Tensor
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -37,8 +35,9 @@ def _trivial(g: Group, *tensors: Tensor) -> bool:
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    short = size - x.shape[dim]
-    return pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, short]).contiguous()
+    out = x.new_zeros(_resized(x.shape, dim, size))  # not pad: it has no float8_e8m0fnu
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out
 
 
 def _contiguous_parts(shape: Sequence[int], dim: int) -> bool:
@@ -145,7 +144,9 @@ def _reduce_scatter(
     work, finish = transport.reduce_scatter(mine, chunks, row, g)
     finishes = [finish] if finish else []
     size = out.shape[dim]
-    return issued(out, work, lambda: [*[f() for f in finishes], out.data.copy_(mine.narrow(dim, 0, size))])
+    return issued(
+        out, work, lambda: [*[f() for f in finishes], out.data.copy_(mine.narrow(dim, 0, size))]
+    )
 
 
 def all_to_all_single(
@@ -167,13 +168,12 @@ def all_to_all_single(
 
 def shard_dim_alltoall(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> Tensor:
     g = by_name(group_name)
+    if g.n == 1 or gather_dim == shard_dim:  # it is sharded so already
+        return _copy(input)
     chunks = _chunks(input, shard_dim, g.n, None)
     shape = list(chunks.shape[1:])
     shape[gather_dim] *= g.n
     out = input.new_empty(shape)
-    if g.n == 1:
-        out.copy_(input)
-        return out
     if _trivial(g, out):
         return out
     parts = torch.empty_like(chunks)
@@ -308,7 +308,7 @@ def batch_p2p_ops(
 def barrier(group_name: str) -> Tensor:
     g = by_name(group_name)
     token = torch.empty(0)
-    return token if g.n == 1 else issued(token, g.pg.barrier())
+    return token if g.n == 1 else issued(token, transport.barrier(g))
 
 
 # -- lists: one message for all tensors of a dtype ---
@@ -371,9 +371,7 @@ def reduce_scatter_tensor_coalesced(
         x.new_empty(scattered(x, g.n, group_name, d)) for x, d in zip(inputs, dims, strict=True)
     ]
     for same in _by_dtype(inputs):
-        chunks = torch.cat(
-            [_chunks(inputs[i], dims[i], g.n, None).flatten(1) for i in same], dim=1
-        )
+        chunks = torch.cat([_chunks(inputs[i], dims[i], g.n, None).flatten(1) for i in same], dim=1)
         mine = chunks.new_empty(chunks.shape[1:])
         work, finish = (None, None)
         if _trivial(g, chunks):

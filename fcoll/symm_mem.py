@@ -120,3 +120,33 @@ def _exchange(g: Group, mine: list[int]) -> list[list[int]]:
     all_ranks = torch.empty(g.n * len(mine), dtype=torch.int64)
     g.pg._allgather_base(all_ranks, torch.tensor(mine, dtype=torch.int64)).wait()
     return all_ranks.view(g.n, -1).tolist()
+
+
+class Acceleration:
+    """In force until ``undo``; a context manager too."""
+
+    def undo(self) -> None:
+        if build.loaded():
+            torch.ops.fcoll_native.accelerate(False)
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+
+def accelerate_c10d() -> Acceleration:
+    """Serve torch's own functional collectives (``_c10d_functional``) on CPU tensors by shared memory.
+
+    So DTensor and whatever else calls them gets it, unmodified. All ranks must do it. Without a
+    compiler nothing changes.
+
+    >>> with fcoll.accelerate_c10d():
+    ...     y = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)
+    ...     torch.ops._c10d_functional.wait_tensor(y).tolist() == [n, n]
+    True
+    """
+    if not build.load():
+        torch.ops.fcoll_native.accelerate(True)
+    return Acceleration()

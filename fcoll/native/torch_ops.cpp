@@ -3,12 +3,14 @@
 // group's, where not.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/Functional.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
 #include <chrono>
 #include <memory>
+#include <numeric>
 #include <shared_mutex>
 #include <unordered_map>
 
@@ -162,10 +164,9 @@ void reduce_scatter_(const Tensor& out, const Tensor& x, const std::string& op, 
   });
 }
 
-void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
-               at::IntArrayRef in_splits, int64_t handle) {
-  auto g = group_of(handle);
-  int n = g->size();
+void exchange(Group& g, const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
+              at::IntArrayRef in_splits) {
+  int n = g.size();
   auto row_bytes = [](const Tensor& t) {
     return t.size(0) ? t.nbytes() / t.size(0)
                      : size_t(c10::multiply_integers(t.sizes().slice(1)) * t.element_size());
@@ -177,9 +178,14 @@ void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
   };
   auto out_bytes = bytes(out, out_splits), in_bytes = bytes(x, in_splits);
   guarded([&] {
-    g->all_to_all(x.const_data_ptr(), out.mutable_data_ptr(), in_bytes.data(), out_bytes.data(),
-                  row_bytes(x));
+    g.all_to_all(x.const_data_ptr(), out.mutable_data_ptr(), in_bytes.data(), out_bytes.data(),
+                 row_bytes(x));
   });
+}
+
+void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
+               at::IntArrayRef in_splits, int64_t handle) {
+  exchange(*group_of(handle), out, x, out_splits, in_splits);
 }
 
 void broadcast_(const Tensor& buf, int64_t src, int64_t handle) {
@@ -291,6 +297,101 @@ Tensor broadcast(const Tensor& input, int64_t src, string group_name) {
   return started(g, call, out, out);
 }
 
+// -- _c10d_functional::* on CPU tensors, while fcoll.accelerate_c10d() is in force -----------------
+
+std::string name_given(const c10::IValue& given) {
+  return given.isString() ? given.toStringRef()
+                          : given.toCustomClass<c10d::ProcessGroup>()->getGroupName();
+}
+
+// A group as torch's ops are given it, a name or an object; connected if this is its first use.
+std::shared_ptr<Group> group_given(const c10::IValue& given) {
+  std::string name = name_given(given);
+  if (auto known = group_named(name)) return known;
+  static auto connect = c10::Dispatcher::singleton()
+                            .findSchemaOrThrow("fcoll_pg::connect", "")
+                            .typed<bool(string)>();
+  return connect.call(name) ? group_named(name) : nullptr;
+}
+
+Tensor c10d_all_reduce(const Tensor& input, std::string op, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::all_reduce(input, op, name_given(group));
+  return all_reduce(input, op, name_given(group), "sum");
+}
+
+Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& group) {
+  auto g = group_given(group);
+  auto found = OPS.find(op);
+  if (!g || found == OPS.end() || !reduces(input, found->second) || !input.is_contiguous())
+    return c10d::all_reduce_(input, op, name_given(group));
+  guarded([&] {
+    g->all_reduce(input.const_data_ptr(), input.mutable_data_ptr(), input.numel(), type_of(input),
+                  found->second);
+  });
+  return input;
+}
+
+Tensor c10d_all_gather(const Tensor& input, int64_t n, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::all_gather_into_tensor(input, n, name_given(group));
+  return all_gather_into_tensor(input, n, name_given(group), 0, std::nullopt);
+}
+
+Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& group, Tensor& out) {
+  auto g = group_given(group);
+  if (!g || !input.is_contiguous() || !out.is_contiguous() || out.numel() != input.numel() * n)
+    return c10d::all_gather_into_tensor_out(input, n, name_given(group), out);
+  guarded([&] { g->all_gather(input.const_data_ptr(), out.mutable_data_ptr(), input.nbytes()); });
+  return out;
+}
+
+Tensor c10d_reduce_scatter(const Tensor& input, std::string op, int64_t n, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::reduce_scatter_tensor(input, op, n, name_given(group));
+  return reduce_scatter_tensor(input, op, n, name_given(group), 0, std::nullopt);
+}
+
+Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::broadcast(input, src, name_given(group));
+  return broadcast(input, src, name_given(group));
+}
+
+Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
+                       c10::SymIntArrayRef in_splits, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
+  auto sizes = [](c10::SymIntArrayRef splits) {
+    std::vector<int64_t> v;
+    for (const auto& s : splits) v.push_back(s.expect_int());
+    return v;
+  };
+  Tensor x = input.contiguous();
+  auto outs = sizes(out_splits), ins = sizes(in_splits);
+  auto shape = x.sizes().vec();
+  shape[0] = std::accumulate(outs.begin(), outs.end(), int64_t(0));
+  Tensor out = empty(x, shape);
+  exchange(*g, out, x, outs, ins);
+  return out;
+}
+
+std::unique_ptr<torch::Library> accelerated;
+
+void accelerate(bool on) {
+  accelerated.reset();
+  if (!on) return;
+  accelerated = std::make_unique<torch::Library>(torch::Library::IMPL, "_c10d_functional",
+                                                 c10::DispatchKey::CPU, "fcoll", 0);
+  accelerated->impl("all_reduce", &c10d_all_reduce);
+  accelerated->impl("all_reduce_", &c10d_all_reduce_);
+  accelerated->impl("all_gather_into_tensor", &c10d_all_gather);
+  accelerated->impl("all_gather_into_tensor_out", &c10d_all_gather_out);
+  accelerated->impl("reduce_scatter_tensor", &c10d_reduce_scatter);
+  accelerated->impl("broadcast", &c10d_broadcast);
+  accelerated->impl("all_to_all_single", &c10d_all_to_all);
+}
+
 // -- loops for benchmarks: no Python between two calls ------------------------------------------------
 
 std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor& out, int64_t rounds,
@@ -339,6 +440,7 @@ TORCH_LIBRARY(fcoll_native, m) {
   m.def("exchange_(Tensor(a!) out, Tensor x, int[] out_splits, int[] in_splits, int handle) -> ()",
         &exchange_);
   m.def("broadcast_(Tensor(a!) buf, int src, int handle) -> ()", &broadcast_);
+  m.def("accelerate(bool on) -> ()", &accelerate);
   m.def("loop(str kind, Tensor input, Tensor(a!) out, int rounds, int handle) -> float[]", &loop);
 }
 
