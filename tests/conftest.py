@@ -11,12 +11,19 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
+from fcoll.native import build
+
 # gloo looks up the host's name otherwise, which need not resolve.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 # No deadline for a single example: a shared machine is slow now and then.
 hypothesis.settings.register_profile("fcoll", deadline=None)
 hypothesis.settings.load_profile("fcoll")
+
+
+# Most tests are of what runs on process groups; those of shared memory take the other pools.
+os.environ["FCOLL_NATIVE"] = "0"
+ON_SHARED_MEMORY = {"FCOLL_NATIVE": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +35,24 @@ def ranks2() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
     with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """The C++ part, compiled before a rank's time is counted."""
+    build.build()
+
+
+@pytest.fixture(scope="session")
+def shared2(compiled: None) -> Iterator[RankPool]:
+    with RankPool(2, ON_SHARED_MEMORY) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def shared4(compiled: None) -> Iterator[RankPool]:
+    with RankPool(4, ON_SHARED_MEMORY) as pool:
         yield pool
 
 

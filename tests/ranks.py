@@ -68,8 +68,9 @@ class RankPool:
     the caller. Groups that a function makes are destroyed before the next one.
     """
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, env: dict[str, str] | None = None):
         self.world_size = world_size
+        self.env = env
         self._world: _World | None = None
 
     def run(self, fn: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -107,7 +108,7 @@ class RankPool:
     def _ask(self, fn: Callable, args: tuple, timeout: float, expecting: bool) -> dict[int, Answer]:
         __tracebackhide__ = True
         if self._world is None:
-            self._world = _World(self.world_size)
+            self._world = _World(self.world_size, env=self.env)
         world = self._world
         usable = False
         failure = None
