@@ -28,7 +28,7 @@ def calls(x: torch.Tensor) -> dict:
         dist.all_reduce(x.clone())  # the others leave x alone
 
     return {
-        "fcoll": lambda: fcoll.all_reduce(x, "sum", group).wait(),
+        "fcoll": lambda: fcoll.wait_tensor(fcoll.all_reduce(x, "sum", group)),
         "torch functional": lambda: funcol.all_reduce(x, "sum", group).wait(),
         "dist.all_reduce": in_place,
     }

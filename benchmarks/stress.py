@@ -1,0 +1,158 @@
+"""Stress shared memory: random collectives on 4 ranks, every result checked; then ranks that die.
+
+python benchmarks/stress.py [--calls 1000000] [--kills 200]
+
+Calls differ in kind, dtype, size (0 to 1 MiB, mostly small), sub-group and in when they are waited
+for; ranks now and then dawdle. Kills: in a new world of 3, one rank is killed at a random moment
+and the others must raise PeerDied, naming it, within 0.5 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+import fcoll
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+GROUPS = ((0, 1, 2, 3), (0, 1), (2, 3), (1, 3), (0, 2), (3, 1, 0))
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "coalesced")
+
+
+def part(rank: int, count: int, dtype: torch.dtype, salt: int) -> torch.Tensor:
+    """What a rank brings: small whole numbers, so that every dtype adds them exactly."""
+    return ((torch.arange(count) + rank * 3 + salt) % 7).to(dtype)
+
+
+def call(kind: str, ranks: tuple, me: int, count: int, dtype: torch.dtype, salt: int):  # type: ignore
+    """(the result, what it must be) of one collective on this rank."""
+    n, group = len(ranks), list(ranks)
+    parts = [part(r, count * n, dtype, salt) for r in ranks]
+    mine = parts[ranks.index(me)]
+    if kind == "all_reduce":
+        return fcoll.all_reduce(mine, "sum", group), sum(p.long() for p in parts).to(dtype)
+    if kind == "all_gather":
+        return fcoll.all_gather_into_tensor(mine, group), torch.cat(parts)
+    if kind == "reduce_scatter":
+        whole = torch.stack(parts).amax(0)
+        return fcoll.reduce_scatter_tensor(mine, "max", group), whole.chunk(n)[ranks.index(me)]
+    if kind == "all_to_all":
+        return fcoll.all_to_all_single(mine, group), torch.cat(
+            [p.chunk(n)[ranks.index(me)] for p in parts]
+        )
+    if kind == "broadcast":
+        return fcoll.broadcast(mine, salt % n, group), parts[salt % n]
+    a, b = fcoll.all_reduce_coalesced([mine, mine[:count]], "min", group)
+    return b + a[:count] * 0, torch.stack(parts).amin(0)[:count]
+
+
+def calls(total: int, seed: int) -> None:
+    me, waiting = dist.get_rank(), []
+    shared = random.Random(seed)  # the same choices on every rank
+    own = random.Random(seed + 1 + me)
+    start = time.monotonic()
+
+    def settle() -> None:
+        for i, got, want in waiting:
+            assert torch.equal(fcoll.wait_tensor(got), want), f"call {i} is wrong on rank {me}"
+        waiting.clear()
+
+    for i in range(total):
+        kind, ranks = shared.choice(KINDS), shared.choice(GROUPS)
+        dtype, salt = shared.choice(DTYPES), shared.randrange(1000)
+        exponent = shared.random() ** 4 * 17
+        count = int(2**exponent) - 1 if shared.random() > 0.001 else 65_536
+        if me in ranks:
+            waiting.append((i, *call(kind, ranks, me, count, dtype, salt)))
+        if own.random() < 0.001:
+            time.sleep(own.random() * 0.002)
+        if shared.random() < 0.3:
+            settle()
+        if me == 0 and i % 20_000 == 19_999:
+            rate = (i + 1) / (time.monotonic() - start)
+            print(f"\r{i + 1} of {total} calls, {rate:.0f}/s ", end="", file=sys.stderr, flush=True)
+    settle()
+    if me == 0:
+        took = time.monotonic() - start
+        print(f"{total} calls on 4 ranks, all results right, in {took:.0f} s", flush=True)
+
+
+# -- ranks that die ---
+
+
+def mortal(rank: int, store: str, pipe) -> None:  # type: ignore[no-untyped-def]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    x = torch.ones(300)
+    fcoll.wait_tensor(fcoll.all_reduce(x))
+    pipe.send("ready")
+    try:
+        while True:
+            for size in (1, 300, 200_000):
+                fcoll.wait_tensor(fcoll.all_reduce(x.repeat(size // 300 + 1)))
+                fcoll.wait_tensor(fcoll.all_gather_into_tensor(x))
+    except fcoll.errors.PeerDied as error:
+        pipe.send((time.monotonic(), error.rank))
+    os._exit(0)
+
+
+def kill_one(choice: random.Random) -> tuple[float, bool]:
+    """Kill a rank of a new world; (the slowest survivor's delay, did all name the right rank)."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(3)]
+        made = [
+            context.Process(target=mortal, args=(r, f"{folder}/s", pipes[r][1])) for r in range(3)
+        ]
+        for process in made:
+            process.start()
+        for pipe, _ in pipes:
+            assert pipe.poll(60) and pipe.recv() == "ready"
+        time.sleep(choice.random() * 0.05)
+        victim = choice.randrange(3)
+        killed = time.monotonic()
+        os.kill(made[victim].pid, signal.SIGKILL)
+        delays, right = [], True
+        for rank, (pipe, _) in enumerate(pipes):
+            if rank != victim:
+                if not pipe.poll(10):
+                    return 10.0, False
+                raised, named = pipe.recv()
+                delays.append(raised - killed)
+                right &= named == victim
+        for process in made:
+            process.join(10)
+        return max(delays), right
+
+
+def kills(total: int, seed: int) -> None:
+    choice, slowest = random.Random(seed), 0.0
+    for i in range(total):
+        delay, right = kill_one(choice)
+        assert right and delay < 0.5, f"kill {i}: {delay:.3f} s, right rank named: {right}"
+        slowest = max(slowest, delay)
+        print(f"\r{i + 1} of {total} kills ", end="", file=sys.stderr, flush=True)
+    left = [f for f in os.listdir("/dev/shm") if "fcoll" in f]
+    print(
+        f"{total} kills: survivors raised in at most {slowest * 1e3:.0f} ms; left in /dev/shm: {left}"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    fcoll.launch(calls, args.calls, args.seed, world_size=4)
+    torch.set_num_threads(1)
+    kills(args.kills, args.seed)
