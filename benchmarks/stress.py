@@ -142,9 +142,7 @@ def kills(total: int, seed: int) -> None:
         slowest = max(slowest, delay)
         print(f"\r{i + 1} of {total} kills ", end="", file=sys.stderr, flush=True)
     left = [f for f in os.listdir("/dev/shm") if "fcoll" in f]
-    print(
-        f"{total} kills: survivors raised in at most {slowest * 1e3:.0f} ms; left in /dev/shm: {left}"
-    )
+    print(f"{total} kills: survivors raised in at most {slowest * 1e3:.0f} ms; in /dev/shm: {left}")
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def tracing() -> bool:
 
 def size_hint(size: int) -> int:
     """The value that a symbolic size has in the trace at hand; as it is if there is none."""
-    known = isinstance(size, torch.SymInt) and size.node.has_hint()
-    return size.node.hint if known else size
+    node = getattr(size, "node", None)  # of a SymInt
+    return node.hint if node is not None and node.has_hint() else size
 
 
 def plain(x: torch.Tensor) -> bool:

@@ -137,14 +137,14 @@ class Acceleration:
 
 
 def accelerate_c10d() -> Acceleration:
-    """Serve torch's own functional collectives (``_c10d_functional``) on CPU tensors by shared memory.
+    """Serve torch's functional collectives (``_c10d_functional``) on CPU tensors by shared memory.
 
     So DTensor and whatever else calls them gets it, unmodified. All ranks must do it. Without a
     compiler nothing changes.
 
+    >>> c10d, world = torch.ops._c10d_functional, dist.group.WORLD.group_name
     >>> with fcoll.accelerate_c10d():
-    ...     y = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)
-    ...     torch.ops._c10d_functional.wait_tensor(y).tolist() == [n, n]
+    ...     c10d.wait_tensor(c10d.all_reduce(torch.ones(2), "sum", world)).tolist() == [n, n]
     True
     """
     if not build.load():
