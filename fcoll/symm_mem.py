@@ -45,6 +45,14 @@ _known: dict[str, tuple[weakref.ref, Status]] = {}
 lanes: dict[int, str] = {}
 
 
+def load() -> bool:
+    """Load the C++ part now, compiling it if need be; False if process groups must serve.
+
+    It also makes ``torch.distributed._symmetric_memory`` work on CPU tensors.
+    """
+    return not build.load()
+
+
 def status(group: GroupLike = None) -> Status:
     """How this group's collectives on CPU tensors travel, and why.
 

@@ -15,14 +15,16 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
-_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-shared", "-DUSE_DISTRIBUTED"]
+_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-DUSE_DISTRIBUTED"]
 
 
 class BuildFailed(RuntimeError):
@@ -62,14 +64,27 @@ def library_path() -> Path:
     return cache_dir() / f"fcoll-{digest.hexdigest()[:16]}.so"
 
 
-def _command(compiler: str, out: Path) -> list[str]:
+def _compile(compiler: str, folder: Path, out: Path) -> None:
+    """Each source in a compiler of its own, at once; then link."""
     home = Path(torch.__file__).parent
     include = home / "include"
-    includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    sources = [str(s) for s in _SOURCES if s.suffix == ".cpp"]
+    flags = [*_FLAGS, abi, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    sources = [s for s in _SOURCES if s.suffix == ".cpp"]
+    objects = [str(folder / f"{s.stem}.o") for s in sources]
+    commands = [
+        [compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return [compiler, *_FLAGS, abi, *includes, *sources, *libraries, "-o", str(out)]
+    _run([compiler, "-shared", *objects, *libraries, "-o", str(out)])
+
+
+def _run(command: list[str]) -> None:
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode != 0:
+        raise BuildFailed(f"the compiler failed:\n{made.stderr[-2000:]}")
 
 
 def build() -> Path:
@@ -84,12 +99,10 @@ def build() -> Path:
             return path
         print("fcoll: compiling its C++ part (once, about 30 s) ...", file=sys.stderr, flush=True)
         start = time.monotonic()
-        partial = path.with_suffix(f".{os.getpid()}.so")
-        made = subprocess.run(_command(_compiler(), partial), capture_output=True, text=True)
-        if made.returncode != 0:
-            partial.unlink(missing_ok=True)
-            raise BuildFailed(f"the compiler failed:\n{made.stderr[-2000:]}")
-        os.replace(partial, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            partial = Path(folder) / path.name
+            _compile(_compiler(), Path(folder), partial)
+            os.replace(partial, path)
         print(f"fcoll: done in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return path
 

@@ -18,8 +18,8 @@
 
 namespace fcoll {
 
-constexpr int RING = 16;
-constexpr size_t SLOT_BYTES = 256 * 1024;
+constexpr int RING = 32;
+constexpr size_t SLOT_BYTES = 128 * 1024;  // a slot written and one read fit into L2 together
 constexpr int MAX_RANKS = 64;
 
 enum class Kind : uint8_t {
@@ -144,7 +144,6 @@ class Group {
 // out[i] = op over r of parts[r][i], in rank order; narrow floats are added up in f32. out may be
 // one of the parts.
 void reduce(void* out, const void* const* parts, int n, size_t count, Type, Op);
-// memcpy, with stores that bypass the cache where that pays.
 void copy(void* to, const void* from, size_t bytes);
 
 }  // namespace fcoll

@@ -21,31 +21,6 @@ size_t size_of(Type type) {
 
 namespace {
 
-// Ordinary stores leave the lines in this core's cache, from where the reader must fetch them.
-// From about 8 KiB on it is cheaper to stream them past it, near or far.
-constexpr size_t STREAM_FROM = 8 * 1024;
-
-void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
-  size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
-  std::memcpy(to, from, head);
-  to += head, from += head, bytes -= head;
-  size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 64 <= bytes; i += 64)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-#elif defined(__AVX2__)
-  for (; i + 32 <= bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
-#else
-  for (; i + 16 <= bytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-#endif
-  std::memcpy(to + i, from + i, bytes - i);
-  _mm_sfence();
-}
-
 struct Sum { template <class T> T operator()(T a, T b) const { return a + b; } };
 struct Product { template <class T> T operator()(T a, T b) const { return a * b; } };
 // A NaN on either side is the result, as in torch.
@@ -183,10 +158,9 @@ void reduce_numbers(void* out, const void* const* parts, int n, size_t count, Ty
 
 }  // namespace
 
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes < STREAM_FROM) std::memcpy(to, from, bytes);
-  else stream_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes);
-}
+// Ordinary stores: the reader finds a slot's lines in the writer's cache. Streaming them past it took
+// 11.7 us instead of 7.0 for an all-reduce of 64 KiB, and 91 instead of 73 at 512 KiB.
+void copy(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
 void reduce(void* out, const void* const* parts, int n, size_t count, Type type, Op op) {
   if (type == Type::boolean) {  // truth values as bytes of 0 and 1

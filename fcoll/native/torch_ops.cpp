@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "core.h"
+#include "tensors.h"
 
 namespace {
 
@@ -24,6 +25,7 @@ using fcoll::Group;
 using fcoll::Kind;
 using fcoll::Op;
 using fcoll::Type;
+using namespace fcoll::tensors;
 
 // How long an eager call waits for late peers before it returns a result that is under way.
 constexpr double PATIENCE_US = 5;
@@ -85,62 +87,6 @@ void close_group(int64_t handle) {
   if (found == groups.end()) return;
   std::erase_if(by_name, [&](const auto& entry) { return entry.second.group == found->second; });
   groups.erase(found);
-}
-
-// -- errors: Python makes an exception of its own class from the prefix (symm_mem.py) -------------
-
-template <class F>
-auto guarded(F f) {
-  static const char* kinds[] = {"CollectiveMismatch", "PeerDied", "CollectiveTimeout",
-                                "GroupClosed", "GroupForked"};
-  try {
-    return f();
-  } catch (const fcoll::Error& e) {
-    throw std::runtime_error(std::string("fcoll.") + kinds[e.kind] + "[" +
-                             std::to_string(e.rank) + "]: " + e.what());
-  }
-}
-
-// -- tensors --------------------------------------------------------------------------------------
-
-Type type_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kFloat: return Type::f32;
-    case at::kDouble: return Type::f64;
-    case at::kHalf: return Type::f16;
-    case at::kBFloat16: return Type::bf16;
-    case at::kChar: return Type::i8;
-    case at::kShort: return Type::i16;
-    case at::kInt: return Type::i32;
-    case at::kLong: return Type::i64;
-    case at::kByte: return Type::u8;
-    case at::kComplexFloat: return Type::c64;
-    case at::kComplexDouble: return Type::c128;
-    case at::kBool: return Type::boolean;
-    default: return Type::bytes;
-  }
-}
-
-const std::unordered_map<std::string, Op> OPS = {
-    {"sum", Op::sum}, {"avg", Op::avg},   {"product", Op::product}, {"min", Op::min},
-    {"max", Op::max}, {"band", Op::band}, {"bor", Op::bor},         {"bxor", Op::bxor},
-};
-
-Op op_of(const std::string& name) {
-  auto found = OPS.find(name);
-  TORCH_CHECK_VALUE(found != OPS.end(), "fcoll: no reduce op ", name);
-  return found->second;
-}
-
-// Are these elements reduced here, and does the op mean something for them?
-bool reduces(const Tensor& x, Op op) {
-  Type type = type_of(x);
-  if (type == Type::bytes) return false;
-  bool bits = op == Op::band || op == Op::bor || op == Op::bxor;
-  if (type == Type::c64 || type == Type::c128)
-    return op == Op::sum || op == Op::avg || op == Op::product;
-  if (type <= Type::bf16) return !bits;
-  return op != Op::avg;
 }
 
 // -- primitives: contiguous tensors, complete on return -------------------------------------------
