@@ -59,7 +59,7 @@ def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
     try:
         if not _torch.plain(args[0]):
             return getattr(torch.ops.fcoll, name)(*args)
-        if name in IN_CPP and build.loaded():
+        if name in IN_CPP and args[0].is_cpu and build.loaded():
             return _torch.native_op(name)(*args)
         check(*args)
         return COLLECTIVES[name].run(*args)
