@@ -6,6 +6,7 @@ Shapes: B batch, D model width, H hidden width (split over the ranks).
 """
 
 import os
+import re
 import time
 
 import torch
@@ -72,8 +73,9 @@ def show(graph: torch.fx.GraphModule, inputs: list) -> object:
             row = row_of(node.target)
             if row and node.args:
                 value = node.args[0].meta["example_value"]
-                line = node.stack_trace.strip().splitlines()[-1].strip()
-                print(f"  {row.name:<12} {list(value.shape)!s:<10} {value.nbytes:>6} B   {line}")
+                lines = re.findall(rf'File "{__file__}", line (\d+)', node.stack_trace)
+                where = f"{os.path.basename(__file__)}:{lines[-1]}"
+                print(f"  {row.name:<12} {list(value.shape)!s:<10} {value.nbytes:>6} B   {where}")
     return inductor_ext.backend(graph, inputs)
 
 
