@@ -51,7 +51,7 @@ def _shared(x: Tensor, g: Group) -> int:
     return handle_of(g) if x.device.type == "cpu" else 0
 
 
-def _shared_to_reduce(x: Tensor, row: Reduction, g: Group) -> int:
+def _shared_to_reduce(x: Tensor, g: Group) -> int:
     fits = x.dtype in _SHARED or (x.is_complex() and x.dtype.itemsize > 4)
     return _shared(x, g) if fits else 0
 
@@ -124,7 +124,7 @@ def wire_form(buf: Tensor, row: Reduction, g: Group) -> tuple[Tensor, Any, bool]
 
 def all_reduce_(buf: Tensor, row: Reduction, g: Group) -> Started:
     """Reduce the contiguous buf in place."""
-    if handle := _shared_to_reduce(buf, row, g):
+    if handle := _shared_to_reduce(buf, g):
         torch.ops.fcoll_native.all_reduce_(buf, row.name, handle)
         return _DONE
     wire = wire_form(buf, row, g)
@@ -140,7 +140,7 @@ def all_reduce_(buf: Tensor, row: Reduction, g: Group) -> Started:
 
 def reduce_scatter(out: Tensor, chunks: Tensor, row: Reduction, g: Group) -> Started:
     """Reduce the contiguous chunks [n, *out.shape] over the ranks, chunk r to rank r."""
-    if handle := _shared_to_reduce(chunks, row, g):
+    if handle := _shared_to_reduce(chunks, g):
         torch.ops.fcoll_native.reduce_scatter_(out, chunks, row.name, handle)
         return _DONE
     wire = wire_form(chunks, row, g)
@@ -198,7 +198,7 @@ def barrier(g: Group) -> dist.Work | None:
 def reduce_(buf: Tensor, dst: int, row: Reduction, g: Group) -> Started:
     """Reduce buf in place on dst; on the other ranks it is scratch."""
     wire = wire_form(buf, row, g)
-    if wire is None or _shared_to_reduce(buf, row, g):
+    if wire is None or _shared_to_reduce(buf, g):
         return all_reduce_(buf, row, g)
     view, op, divide = wire
     opts = dist.ReduceOptions()

@@ -89,6 +89,32 @@ def test_mismatch_names_both_calls():
         )
 
 
+def crossed_splits(rank):
+    """Rank 0 sends 3 rows to rank 1, which expects 2."""
+    outs, ins = ([1, 2], [1, 3]) if rank == 0 else ([2, 2], [2, 2])
+    fcoll.wait_tensor(fcoll.all_to_all_single(torch.ones(4), None, outs, ins))
+    fcoll.barrier()  # rank 0 got what it expected: it learns of the mismatch here
+
+
+def test_splits_that_do_not_meet_are_a_mismatch_not_wrong_data():
+    for error in launch(crossed_splits, 2, env=NATIVE).errors:
+        assert isinstance(error, errors.CollectiveMismatch), error
+        assert "rank 0 sends 12 bytes to rank 1, whose output_splits expect 8" in str(error)
+
+
+def bad_splits_for_torch(rank):
+    c10d, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    with fcoll.accelerate_c10d():
+        for outs, ins in (([1, 1], [9, 9]), ([1] * 9, [1] * 9), ([-1, 3], [1, 1])):
+            with pytest.raises((RuntimeError, ValueError)):
+                c10d.wait_tensor(c10d.all_to_all_single(torch.ones(2), outs, ins, name))
+    return fcoll.all_reduce(torch.ones(1)).item()
+
+
+def test_accelerated_ops_leave_bad_splits_to_torch():
+    assert launch(bad_splits_for_torch, 2, env=NATIVE).results == [2.0, 2.0]
+
+
 def dies(rank, victim):
     fcoll.all_reduce(torch.ones(2)).tolist()
     if rank == victim:

@@ -134,7 +134,8 @@ Group::~Group() {
   bool same_process = born_ == fork_generation;
   for (int r = 0; r < n_; r++) {
     if (!segments_[r]) continue;
-    if (r == rank_ && same_process) segments_[r]->state.store(left, std::memory_order_release);
+    uint32_t was = alive;  // a rank that stopped for an error goes on saying which
+    if (r == rank_ && same_process) segments_[r]->state.compare_exchange_strong(was, left);
 #ifdef FCOLL_TEST_THREADS
     continue;
 #endif
@@ -441,7 +442,9 @@ void Group::all_to_all(const void* in, void* out, const size_t* in_bytes, const 
   enter();
   complete_all();
   Call call{Kind::all_to_all, Type::bytes, Op::sum, 0, row_bytes};
-  size_t piece = SLOT_BYTES / n_ / 64 * 64;
+  // A slot begins with the sizes of the sender's parts, for the receivers to compare with theirs.
+  size_t head = ceil_div(n_ * sizeof(size_t), 64) * 64;
+  size_t piece = (SLOT_BYTES - head) / n_ / 64 * 64;
   std::vector<const uint8_t*> from(n_);
   std::vector<uint8_t*> to(n_);
   auto f = static_cast<const uint8_t*>(in);
@@ -458,23 +461,34 @@ void Group::all_to_all(const void* in, void* out, const size_t* in_bytes, const 
   uint64_t first = seq_ + 1;
   auto start = [&](size_t i) {
     Slot* slot = claim(first + i);
+    copy(slot->data, in_bytes, n_ * sizeof(size_t));
     for (int r = 0; r < n_; r++)
-      if (r != rank_) copy(slot->data + r * piece, from[r] + i * piece, length(in_bytes[r], i));
+      if (r != rank_)
+        copy(slot->data + head + r * piece, from[r] + i * piece, length(in_bytes[r], i));
     publish(slot, first + i, call, std::max<size_t>(1, ceil_div(longest, piece)));
   };
   start(0);
   copy(to[rank_], from[rank_], in_bytes[rank_]);
   // Only the sender knows how long a part is: all go on until the longest of all has arrived.
   size_t chunks = std::max<size_t>(1, ceil_div(longest, piece));
-  for (int r = 0; r < n_; r++)
-    if (r != rank_) chunks = std::max<size_t>(chunks, await(r, first, call)->extra);
+  for (int r = 0; r < n_; r++) {
+    if (r == rank_) continue;
+    const Slot* slot = await(r, first, call);
+    chunks = std::max<size_t>(chunks, slot->extra);
+    size_t sent = reinterpret_cast<const size_t*>(slot->data)[rank_];
+    if (sent != out_bytes[r])
+      fail(Error::mismatch, r, "all_to_all_single: rank " + std::to_string(r) + " sends " +
+                                   std::to_string(sent) + " bytes to rank " +
+                                   std::to_string(rank_) + ", whose output_splits expect " +
+                                   std::to_string(out_bytes[r]));
+  }
   seq_ += chunks;
   for (size_t i = 0; i < chunks; i++) {
     if (i + 1 < chunks) start(i + 1);
     for (int k = 1; k < n_; k++) {
       int r = (rank_ + k) % n_;
       const Slot* slot = await(r, first + i, call);
-      copy(to[r] + i * piece, slot->data + rank_ * piece, length(out_bytes[r], i));
+      copy(to[r] + i * piece, slot->data + head + rank_ * piece, length(out_bytes[r], i));
     }
     done(first + i);
   }

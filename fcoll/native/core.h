@@ -89,8 +89,8 @@ class Group {
 
   // The two halves apart. `start` publishes. If the peers have published too, or do so within
   // `patience_us`, it fills `out` and returns 0; else it returns a ticket, and `finish` fills `out`,
-  // and that of all tickets before it. What does not fit (see can_start) is done at once: for all
-  // kinds but all_to_all, whose length only its senders know. count: of one part, for
+  // and that of all tickets before it. What takes more than a quarter of the ring is done at
+  // once. For all kinds but all_to_all, whose length only its senders know. count: of one part, for
   // reduce_scatter; bytes, for all_gather and broadcast, whose in and out are the same.
   uint64_t start(const Call&, const void* in, void* out, double patience_us);
   void finish(uint64_t ticket);

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <numeric>
@@ -286,7 +287,8 @@ Tensor c10d_all_gather(const Tensor& input, int64_t n, const c10::IValue& group)
 
 Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& group, Tensor& out) {
   auto g = group_given(group);
-  if (!g || !input.is_contiguous() || !out.is_contiguous() || out.numel() != input.numel() * n)
+  if (!g || g->size() != n || !input.is_contiguous() || !out.is_contiguous() ||
+      out.numel() != input.numel() * n || out.scalar_type() != input.scalar_type())
     return c10d::all_gather_into_tensor_out(input, n, name_given(group), out);
   guarded([&] { g->all_gather(input.const_data_ptr(), out.mutable_data_ptr(), input.nbytes()); });
   return out;
@@ -307,7 +309,13 @@ Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& group
 Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
                        c10::SymIntArrayRef in_splits, const c10::IValue& group) {
   auto g = group_given(group);
-  if (!g) return c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
+  auto fits = [&](c10::SymIntArrayRef splits) {
+    return splits.size() == size_t(g->size()) &&
+           std::all_of(splits.begin(), splits.end(), [](const auto& s) { return s >= 0; });
+  };
+  if (!g || !input.dim() || !fits(out_splits) || !fits(in_splits) ||
+      std::accumulate(in_splits.begin(), in_splits.end(), c10::SymInt(0)) != input.size(0))
+    return c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
   auto sizes = [](c10::SymIntArrayRef splits) {
     std::vector<int64_t> v;
     for (const auto& s : splits) v.push_back(s.expect_int());
