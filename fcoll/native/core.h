@@ -6,8 +6,14 @@
 // raises the slot's sequence number; *consume* waits for the peers' numbers and reads their parts.
 // A slot is written again RING sequence numbers later, when every peer has said (`done`) that it
 // has read it: so no barrier follows, and several collectives can be under way at once.
+//
+// Larger messages travel in chunks through a window of a few places that stay in the caches of both
+// sides; the largest results are stored past the caches. Parts that are only copied (all_gather,
+// all_to_all, broadcast), in the middle of the sizes, are read from their owner's memory
+// (direct.cpp).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -18,8 +24,8 @@
 
 namespace fcoll {
 
-constexpr int RING = 32;
-constexpr size_t SLOT_BYTES = 128 * 1024;  // a slot written and one read fit into L2 together
+constexpr int RING = 64;
+constexpr size_t SLOT_BYTES = 64 * 1024;
 constexpr int MAX_RANKS = 64;
 
 enum class Kind : uint8_t {
@@ -37,9 +43,11 @@ struct Call {
   Op op = Op::sum;
   uint8_t root = 0;
   uint64_t count = 0;  // elements of the argument; of one row, where parts may be uneven
+  bool in_arena = false;  // a slot says where the data is, instead of carrying it
 
   uint64_t packed() const {
-    return uint64_t(kind) | uint64_t(type) << 8 | uint64_t(op) << 16 | uint64_t(root) << 24;
+    return uint64_t(kind) | uint64_t(type) << 8 | uint64_t(op) << 16 | uint64_t(root) << 24 |
+           uint64_t(in_arena) << 32;
   }
   static Call unpack(uint64_t packed, uint64_t count);
   std::string show() const;
@@ -95,6 +103,11 @@ class Group {
   uint64_t start(const Call&, const void* in, void* out, double patience_us);
   void finish(uint64_t ticket);
 
+  // The same of a collective whose data is in the ranks' arenas: `mine` is where this rank's part
+  // is, and the peers' answers, by rank, are in `where` once it is complete.
+  uint64_t announce(Call, uint64_t mine, uint64_t* where, double patience_us);
+  void meet(Call, uint64_t mine, uint64_t* where);
+
   // Core-to-core round trip with a peer in ns: the median of many. Both call it.
   double round_trip_ns(int peer);
 
@@ -104,24 +117,40 @@ class Group {
     Call call;
     const uint8_t* in;  // null once the caller may have changed it
     uint8_t* out;
+    bool large = false;      // its chunks are more than the window has places
+    bool keeps_own = false;  // its own part in its slots too, for when `in` has changed
   };
 
   void enter();
-  Slot* claim(uint64_t seq);  // my slot, once every peer is done with what is in it
-  void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0);
+  // My slot, once every peer is done with what is in it. Data goes into it, or into the window.
+  Slot* claim(uint64_t seq, bool in_window = false);
+  uint8_t* data(int rank, const Slot*, bool large) const;
+  void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0, uint64_t address = 0);
   const Slot* await(int peer, uint64_t seq, const Call&);
   void done(uint64_t seq);
   bool published_by_all(const Pending&) const;
   void complete_all() { while (!pending_.empty()) complete_oldest(); }
   void complete_oldest();
   size_t per_slot(const Call&) const;  // elements of `count` that one slot carries
-  void put(uint64_t seq, size_t at, const Call&, const uint8_t* in);
-  void take(uint64_t seq, size_t at, const Call&, const uint8_t* in, uint8_t* out);
+  size_t chunks(const Call&) const;
+  void put(const Pending&, size_t chunk);
+  void take(const Pending&, size_t chunk);
+  void take_copy(int peer, const Pending&, size_t chunk, uint8_t* to);
   void run(const Call&, const void* in, void* out);
+  struct Exchange;
+  size_t meet(const Exchange&, const size_t* out_bytes);
+  void take_part(int peer, const Exchange&, size_t chunk, uint8_t* out, const size_t* out_bytes);
   void two_shot(const uint8_t* in, uint8_t* out, const Call&);
 
-  template <class Ready>
-  void wait(int peer, const void* word, Ready ready);
+  // Parts that are not copied into slots but read from their owner's memory (direct.cpp).
+  void say_what_it_reads();
+  bool read(int peer, void* to, uint64_t address, size_t bytes);
+  void fetch(int peer, void* to, uint64_t address, size_t bytes);
+  bool by_address(const void* in, size_t bytes);
+  void until_read(uint64_t seq);
+
+  void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least);  // until word >= least
+  void sleep(int peer, const std::atomic<uint64_t>& word, uint64_t least, double start_us);
   void look_at_peer(int peer, double waited_s);
   [[noreturn]] void fail(Error::What, int peer, const std::string&);
 
@@ -131,9 +160,14 @@ class Group {
   bool crowded_;  // more ranks than cores: a peer may need this core to get on
   int born_;      // the fork generation it was made in
   uint64_t seq_ = 0;
+  uint64_t window_[4] = {};  // the last number that was published in each place of the window
   uint64_t free_until_ = RING;  // up to here, every slot has been read by all
   std::vector<Segment*> segments_;
-  std::vector<int> pidfds_;
+  std::vector<int> pids_, pidfds_;
+  std::vector<uint64_t> address_;  // of the peers' parts of the call being completed; 0: in slots
+  const void* readable_ = nullptr;  // a buffer that they have been found able to read
+  size_t readable_bytes_ = 0;
+  int peers_read_ = -1;            // can all peers read this rank's memory? -1: not yet known
   std::deque<Pending> pending_;
   std::string broken_;
   std::mutex mutex_;
@@ -145,5 +179,8 @@ class Group {
 // one of the parts.
 void reduce(void* out, const void* const* parts, int n, size_t count, Type, Op);
 void copy(void* to, const void* from, size_t bytes);
+// The same, storing the result past the caches.
+void reduce_streaming(void* out, const void* const* parts, int n, size_t count, Type, Op);
+void copy_streaming(void* to, const void* from, size_t bytes);
 
 }  // namespace fcoll

@@ -162,6 +162,39 @@ void reduce_numbers(void* out, const void* const* parts, int n, size_t count, Ty
 // 11.7 us instead of 7.0 for an all-reduce of 64 KiB, and 91 instead of 73 at 512 KiB.
 void copy(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
+void copy_streaming(void* to, const void* from, size_t bytes) {
+  auto t = static_cast<uint8_t*>(to);
+  auto f = static_cast<const uint8_t*>(from);
+  size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(t) % 64), at = head;
+  std::memcpy(t, f, head);
+  for (; at + 64 <= bytes; at += 64) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(t + at), _mm512_loadu_si512(f + at));
+#elif defined(__AVX2__)
+    auto low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + at));
+    auto high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + at + 32));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(t + at), low);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(t + at + 32), high);
+#else
+    std::memcpy(t + at, f + at, 64);
+#endif
+  }
+  std::memcpy(t + at, f + at, bytes - at);
+
+}
+
+void reduce_streaming(void* out, const void* const* parts, int n, size_t count, Type type, Op op) {
+  alignas(64) uint8_t block[BLOCK * 4];  // stays in L1
+  size_t size = size_of(type), step = sizeof block / size;
+  const void* at[MAX_RANKS];
+  for (size_t i = 0; i < count; i += step) {
+    size_t m = std::min(step, count - i);
+    for (int r = 0; r < n; r++) at[r] = static_cast<const uint8_t*>(parts[r]) + i * size;
+    reduce(block, at, n, m, type, op);
+    copy_streaming(static_cast<uint8_t*>(out) + i * size, block, m * size);
+  }
+}
+
 void reduce(void* out, const void* const* parts, int n, size_t count, Type type, Op op) {
   if (type == Type::boolean) {  // truth values as bytes of 0 and 1
     op = op == Op::sum || op == Op::bor ? Op::max : op == Op::product || op == Op::band ? Op::min : op;

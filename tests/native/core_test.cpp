@@ -28,7 +28,7 @@ int64_t value(int rank, size_t i, uint64_t call) { return (rank + 1) * 1000 + i 
 
 size_t random_count(std::mt19937_64& random) {
   switch (random() % 8) {
-    case 0: return random() % 200'000;  // several slots
+    case 0: return random() % 200'000;  // several slots, or read from the owner's memory
     case 1: return random() % 40'000;
     default: return random() % 300;
   }
@@ -52,7 +52,7 @@ void ranks_calls(Group& g, int calls, uint64_t seed) {
   };
   for (int k = 0; k < calls; k++) {
     uint64_t call = random();
-    size_t count = random_count(random);
+    size_t count = k % 150 == 149 ? 1'100'000 : random_count(random);  // past the ring and caches
     if (delay() % 50 == 0) std::this_thread::yield();
     std::vector<int64_t> in(count * n + 1), out(count * n + 1, -1);
     for (size_t i = 0; i < in.size(); i++) in[i] = value(me, i, call);
@@ -63,7 +63,12 @@ void ranks_calls(Group& g, int calls, uint64_t seed) {
           if (out[i] != value(n - 1, i, call)) wrong("all_reduce", me, call, i);
         break;
       case 1:
-        g.all_gather(in.data(), out.data(), count * 8);
+        if (delay() % 2) {  // a rank may take the two halves apart where another does not
+          Call what{Kind::all_gather, Type::bytes, Op::sum, 0, count * 8};
+          if (uint64_t ticket = g.start(what, in.data(), out.data(), 0)) g.finish(ticket);
+        } else {
+          g.all_gather(in.data(), out.data(), count * 8);
+        }
         for (size_t i = 0; i < count * n; i++)
           if (out[i] != value(i / count, i % count, call)) wrong("all_gather", me, call, i);
         break;
@@ -99,7 +104,9 @@ void ranks_calls(Group& g, int calls, uint64_t seed) {
       default: {
         auto result = std::make_unique<std::vector<int64_t>>(count + 1);
         Call what{Kind::all_reduce, Type::i64, Op::sum, 0, count};
-        uint64_t ticket = g.start(what, in.data(), result->data(), 0);
+        uint64_t ticket = 0;
+        if (delay() % 3) ticket = g.start(what, in.data(), result->data(), 0);
+        else g.all_reduce(in.data(), result->data(), count, Type::i64, Op::sum);
         std::memset(in.data(), 0, in.size() * 8);  // the caller may do so
         started.push_back({ticket, call, count, std::move(result)});
         if (call / 7 % 5 == 0) check_started();
