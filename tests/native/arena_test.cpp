@@ -1,0 +1,108 @@
+// Arenas alone, every rank a thread: random programs of collectives whose parts are read some
+// collectives later, each value checked when it is read.
+//
+// arena_test RANKS CALLS SEED agree|differ: do the ranks read each part at the same point of their
+// programs, as ranks that run the same graph do?
+#include "arena.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <thread>
+
+using namespace fcoll;
+
+namespace {
+
+int64_t value(int rank, size_t i, uint64_t call) { return (rank + 1) * 100'000 + i % 97 + call * 7; }
+
+struct Open {  // a collective whose parts are still to be read
+  uint64_t call, until;
+  size_t lane, count;
+  std::vector<const uint8_t*> parts;
+  std::vector<std::vector<uint8_t>> copies;
+};
+
+void check(const Open& open, int me) {
+  for (size_t r = 0; r < open.parts.size(); r++) {
+    auto part = reinterpret_cast<const int64_t*>(open.parts[r]);
+    for (size_t i = 0; i < open.count; i++)
+      if (part[i] != value(r, i, open.call)) {
+        std::fprintf(stderr, "rank %d, call %llu, part of %zu: wrong at %zu\n", me,
+                     (unsigned long long)open.call, r, i);
+        std::_Exit(1);
+      }
+  }
+}
+
+void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
+  Arena arena(g);
+  std::mt19937_64 random(seed), own(seed * 31 + g.rank());
+  std::vector<Open> open;
+  auto busy = [&](size_t lane) {
+    for (const auto& o : open)
+      if (o.lane == lane) return true;
+    return false;
+  };
+  for (uint64_t k = 0; k < calls; k++) {
+    std::erase_if(open, [&](const Open& o) { return o.until <= k && (check(o, g.rank()), true); });
+    size_t count = 1 + random() % 2000, later = random() % 4, lane = 0;
+    bool halves = random() % 3 == 0;
+    if (!agree) later = own() % 4;
+    while (busy(lane)) lane++;
+    std::vector<int64_t> elsewhere(count);
+    auto part = reinterpret_cast<int64_t*>(arena.claim(lane, count * 8));
+    if (!part) part = elsewhere.data();
+    for (size_t i = 0; i < count; i++) part[i] = value(g.rank(), i, k);
+    if (own() % 4 == 0) std::this_thread::yield();
+    auto mine = reinterpret_cast<const uint8_t*>(part);
+    if (!arena.has(mine)) mine = arena.copied(mine, count * 8);
+    Call call{Kind::all_reduce, Type::i64, Op::sum, 0, count};
+    Open now{k, k + later, lane, count, {}, {}};
+    std::vector<uint8_t*> parts;
+    bool stay;
+    if (halves) {
+      arena.announce(call, mine);
+      if (own() % 2) std::this_thread::yield();
+      stay = arena.collect(mine, parts);
+    } else {
+      stay = arena.meet(call, mine, parts);
+    }
+    for (auto* p : parts)
+      if (stay) now.parts.push_back(p);
+      else now.copies.emplace_back(p, p + count * 8);
+    for (auto& copy : now.copies) now.parts.push_back(copy.data());
+    open.push_back(std::move(now));
+  }
+  for (const auto& o : open) check(o, g.rank());
+  g.barrier();  // nobody's arena goes before all have read it
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  int n = std::atoi(argv[1]);
+  uint64_t calls = std::atoi(argv[2]), seed = std::atoi(argv[3]);
+  bool agree = std::strcmp(argv[4], "agree") == 0;
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<int> pids(n, getpid()), fds;
+  std::vector<uint64_t> tokens;
+  for (int r = 0; r < n; r++) {
+    groups.push_back(std::make_unique<Group>(r, n, 60));
+    fds.push_back(groups[r]->fd());
+    tokens.push_back(groups[r]->token());
+  }
+  for (auto& g : groups) {
+    std::string why = g->join(pids, fds, tokens);
+    if (!why.empty()) return std::fprintf(stderr, "%s\n", why.c_str()), 1;
+  }
+  std::vector<std::thread> threads;
+  for (auto& g : groups) threads.emplace_back([&] { program(*g, calls, seed, agree); });
+  for (auto& t : threads) t.join();
+  std::printf("%d ranks, %llu calls: all right\n", n, (unsigned long long)calls);
+}
