@@ -10,6 +10,7 @@ and the others must raise PeerDied, naming it, within 0.5 s.
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import random
@@ -28,31 +29,53 @@ GROUPS = ((0, 1, 2, 3), (0, 1), (2, 3), (1, 3), (0, 2), (3, 1, 0))
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "coalesced")
 
 
+PERIOD = 7
+MOST = 4 * 2**17 + PERIOD
+_WHOLE = {dtype: (torch.arange(MOST) % PERIOD).to(dtype) for dtype in DTYPES}
+
+
 def part(rank: int, count: int, dtype: torch.dtype, salt: int) -> torch.Tensor:
     """What a rank brings: small whole numbers, so that every dtype adds them exactly."""
-    return ((torch.arange(count) + rank * 3 + salt) % 7).to(dtype)
+    begin = (rank * 3 + salt) % PERIOD
+    return _WHOLE[dtype][begin : begin + count]
+
+
+@functools.cache
+def _folded(fold: str, ranks: tuple, dtype: torch.dtype, salt: int) -> torch.Tensor:
+    """Two hundred periods of what the ranks' parts reduce to."""
+    stacked = torch.stack([part(r, PERIOD, torch.int64, salt) for r in ranks])
+    return getattr(torch, fold)(stacked, 0).to(dtype).repeat(200)
+
+
+def folded(fold: str, ranks: tuple, begin: int, count: int, dtype: torch.dtype, salt: int):  # type: ignore
+    """Elements [begin, begin + count) of the ranks' parts reduced."""
+    begin %= PERIOD
+    whole = _folded(fold, ranks, dtype, salt % PERIOD)
+    if begin + count > len(whole):
+        whole = whole.repeat(-(-(begin + count) // len(whole)))
+    return whole[begin : begin + count]
 
 
 def call(kind: str, ranks: tuple, me: int, count: int, dtype: torch.dtype, salt: int):  # type: ignore
     """(the result, what it must be) of one collective on this rank."""
-    n, group = len(ranks), list(ranks)
-    parts = [part(r, count * n, dtype, salt) for r in ranks]
-    mine = parts[ranks.index(me)]
+    n, group, i = len(ranks), list(ranks), ranks.index(me)
+    mine = part(me, count * n, dtype, salt)
     if kind == "all_reduce":
-        return fcoll.all_reduce(mine, "sum", group), sum(p.long() for p in parts).to(dtype)
+        want = folded("sum", ranks, 0, count * n, dtype, salt)
+        return fcoll.all_reduce(mine, "sum", group), want
     if kind == "all_gather":
+        parts = [part(r, count * n, dtype, salt) for r in ranks]
         return fcoll.all_gather_into_tensor(mine, group), torch.cat(parts)
     if kind == "reduce_scatter":
-        whole = torch.stack(parts).amax(0)
-        return fcoll.reduce_scatter_tensor(mine, "max", group), whole.chunk(n)[ranks.index(me)]
+        want = folded("amax", ranks, i * count, count, dtype, salt)
+        return fcoll.reduce_scatter_tensor(mine, "max", group), want
     if kind == "all_to_all":
-        return fcoll.all_to_all_single(mine, group), torch.cat(
-            [p.chunk(n)[ranks.index(me)] for p in parts]
-        )
+        parts = [part(r, count * n, dtype, salt)[i * count : (i + 1) * count] for r in ranks]
+        return fcoll.all_to_all_single(mine, group), torch.cat(parts)
     if kind == "broadcast":
-        return fcoll.broadcast(mine, salt % n, group), parts[salt % n]
+        return fcoll.broadcast(mine, salt % n, group), part(ranks[salt % n], count * n, dtype, salt)
     a, b = fcoll.all_reduce_coalesced([mine, mine[:count]], "min", group)
-    return b + a[:count] * 0, torch.stack(parts).amin(0)[:count]
+    return b + a[:count] * 0, folded("amin", ranks, 0, count, dtype, salt)
 
 
 def calls(total: int, seed: int) -> None:
@@ -97,9 +120,9 @@ def mortal(rank: int, store: str, pipe) -> None:  # type: ignore[no-untyped-def]
     pipe.send("ready")
     try:
         while True:
-            for size in (1, 300, 200_000):
-                fcoll.wait_tensor(fcoll.all_reduce(x.repeat(size // 300 + 1)))
-                fcoll.wait_tensor(fcoll.all_gather_into_tensor(x))
+            for times in (1, 700, 1400):  # in a slot, in many, read from its owner's memory
+                fcoll.wait_tensor(fcoll.all_reduce(x.repeat(times)))
+                fcoll.wait_tensor(fcoll.all_gather_into_tensor(x.repeat(times)))
     except fcoll.errors.PeerDied as error:
         pipe.send((time.monotonic(), error.rank))
     os._exit(0)
@@ -151,6 +174,8 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    fcoll.launch(calls, args.calls, args.seed, world_size=4)
+    if args.calls:
+        fcoll.launch(calls, args.calls, args.seed, world_size=4)
     torch.set_num_threads(1)
-    kills(args.kills, args.seed)
+    if args.kills:
+        kills(args.kills, args.seed)

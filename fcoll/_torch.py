@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
+from torch.utils.flop_counter import flop_registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,7 +112,8 @@ def group_timeout_s(pg: dist.ProcessGroup) -> float:
 
 def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:
     """The device types the group's backends serve; a fake group serves all, so gives none."""
-    return () if pg._get_backend_name() == "fake" else tuple(d.type for d in pg._device_types)
+    backend = c10d._world.pg_map.get(pg, ("", None))[0]
+    return () if backend == "fake" else tuple(d.type for d in pg._device_types)
 
 
 def has_native_avg(pg: dist.ProcessGroup, device: torch.device) -> bool:
@@ -143,23 +145,31 @@ def size_hint(size: int) -> int:
     return node.hint if node is not None and node.has_hint() else size
 
 
-def plain(x: torch.Tensor) -> bool:
-    """Is x an ordinary tensor that nothing between the user and the kernel wants to see: no
-    subclass, meta device, gradient, tangent, transform, dispatch mode or profiler?"""
+def ordinary(x: torch.Tensor) -> bool:
+    """Is x a tensor that nothing but autograd, between the user and the kernel, wants to see: no
+    subclass, meta device, lazy conjugate or negative, tangent, transform, mode or profiler?"""
     return (
-        type(x) is _Tensor
+        type(x) in _TENSORS
         and not x.is_meta
-        and not (x.requires_grad and torch.is_grad_enabled())
+        and not x.is_conj()
+        and not x.is_neg()
         and not transforms_active()
         and forward_ad._current_level < 0
         and _modes() == 0
+        and _function_modes() == 0
         and not _profiling()
     )
 
 
-# By their own names here: plain() is a third of a small collective's time from Python.
-_Tensor = torch.Tensor
+def plain(x: torch.Tensor) -> bool:
+    """Is x ordinary, and autograd has no part in it?"""
+    return ordinary(x) and not (x.requires_grad and torch.is_grad_enabled())
+
+
+# By their own names here: they are asked in every call.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _profiling = torch.autograd._profiler_enabled
 # Is any functorch transform active, whatever tensor is at hand?
 transforms_active = torch._C._are_functorch_transforms_active
@@ -230,6 +240,85 @@ def make_wrapper(cls: type, elem: torch.Tensor) -> Any:
     )
 
 
+# -- graphs ---
+
+
+@functools.cache
+def op_writes(op: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an op writes to."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+@functools.cache
+def op_returns_written(op: Any) -> bool:
+    """Does it return nothing but the arguments that it writes to?"""
+    return all(r.alias_info and r.alias_info.is_write for r in op._schema.returns)
+
+
+@functools.cache
+def op_is_view(op: Any) -> bool:
+    """Is the result a view: its argument's memory, and nothing to compute?"""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    # torch calls it a new tensor for autograd's sake; it is a view as any other.
+    if op is torch.ops.aten._unsafe_view.default:
+        return True
+    returns = op._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+@functools.cache
+def op_fuses(op: Any) -> bool:
+    """Does Inductor make loops of it that it can join with others: pointwise, reductions, and what
+    torch decomposes into them?"""
+    if not isinstance(op, torch._ops.OpOverload) or flop_formula(op):
+        return False
+    if torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags:
+        return True
+    # copy_ and the ops on lists of tensors (optimizers) have no tag, and become loops all the same.
+    lists = op.name().startswith("aten::_foreach_") or op is torch.ops.aten.copy_.default
+    return lists or op in torch._decomp.decomposition_table
+
+
+@functools.cache
+def op_only_allocates(op: Any) -> bool:
+    return getattr(op, "overloadpacket", op) in (
+        torch.ops.aten.empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_empty_strided,
+    )
+
+
+@functools.cache
+def op_reduces(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.reduction in op.tags
+
+
+@functools.cache
+def flop_formula(op: Any) -> Callable[..., Any] | None:
+    """torch's formula for the flops of an op, called with its arguments and out_val=.
+
+    The CPU forms of attention have none of their own; their arguments are those of the others.
+    """
+    packet = getattr(op, "overloadpacket", op)
+    found = flop_registry.get(packet)
+    name = getattr(packet, "__name__", "")
+    if found is None and "_for_cpu" in name:
+        found = flop_registry.get(getattr(torch.ops.aten, name.replace("_for_cpu", ""), None))
+    return found
+
+
+def size_expr(size: Any) -> Any:
+    """An int as it is; a symbolic size as its sympy expression."""
+    node = getattr(size, "node", None)
+    return size if node is None else int(node.expr) if node.expr.is_number else node.expr
+
+
 # -- AOTAutograd ---
 
 
@@ -293,20 +382,6 @@ def teach_inductor(ops: Sequence[Any]) -> None:
     _lowered.update(ops)
     from torch._inductor import ir, lowering  # type: ignore[attr-defined]
     from torch._inductor.virtualized import V
-    from torch.utils._pytree import tree_map
-
-    def lower(op: Any) -> Callable[..., Any]:
-        create = ir._CollectiveKernel.create_out_of_place
-        if not any("Tensor" in str(a.type) for a in op._schema.arguments):
-            create = ir.FallbackKernel.create  # barrier: a collective kernel must have an input
-
-        def lowered(*args: Any, **kwargs: Any) -> Any:
-            out = create(op, *args, **kwargs)
-            made = reversed(V.graph.operations)
-            in_order(next(node for node in made if isinstance(node, ir.FallbackKernel)))
-            return tree_map(ir.TensorBox.create, out)
-
-        return lowered
 
     # Inductor keeps the order in which collectives start, but not that of a wait and what started
     # before it: of two ranks that send to each other, each would wait before it starts to receive.
@@ -320,17 +395,37 @@ def teach_inductor(ops: Sequence[Any]) -> None:
                 in_order(node)
         return out
 
-    def in_order(node: Any) -> None:
-        last = getattr(V.graph, "last_in_order", None)
-        if last is not None:
-            V.graph.additional_buffer_deps[node.get_operation_name()].add(last)
-        V.graph.last_in_order = node.get_name()
-
     for op in ops:
         if op not in lowering.lowerings:
             lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
-            lowering.register_lowering(op, type_promotion_kind=None)(lower(op))
+            lower = functools.partial(collective_kernel, op)
+            lowering.register_lowering(op, type_promotion_kind=None)(lower)
     ordered = torch.fx.node._side_effectful_functions.intersection(ops)
     torch_wait = torch.ops._c10d_functional.wait_tensor.default
     stock_wait = lowering.lowerings[torch_wait]
     lowering.register_lowering(torch_wait, type_promotion_kind=None)(wait)
+
+
+def collective_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lower a call of a collective to an extern kernel, as Inductor does torch's own."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+    from torch.utils._pytree import tree_map
+
+    create = ir._CollectiveKernel.create_out_of_place
+    if not any("Tensor" in str(a.type) for a in op._schema.arguments):
+        create = ir.FallbackKernel.create  # barrier: a collective kernel must have an input
+    out = create(op, *args, **kwargs)
+    made = reversed(V.graph.operations)
+    in_order(next(node for node in made if isinstance(node, ir.FallbackKernel)))
+    return tree_map(ir.TensorBox.create, out)
+
+
+def in_order(node: Any) -> None:
+    """Keep an operation of the graph that Inductor is lowering after the last one so marked."""
+    from torch._inductor.virtualized import V
+
+    last = getattr(V.graph, "last_in_order", None)
+    if last is not None:
+        V.graph.additional_buffer_deps[node.get_operation_name()].add(last)
+    V.graph.last_in_order = node.get_name()

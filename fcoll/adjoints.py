@@ -9,23 +9,17 @@ Each takes the gradient of the result and ``a``, the call's arguments (with ``a.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace as Call
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcoll import bare
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.reductions import REDUCTIONS
-
-
-def _ops():  # type: ignore[no-untyped-def]
-    return torch.ops.fcoll
-
-
-def _wait(x: Tensor) -> Tensor:
-    return _ops().wait_tensor(x)
 
 
 class _Identity(torch.autograd.Function):
@@ -43,7 +37,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _wait(_ops().all_reduce(grad, "sum", ctx.group_name, "identity")), None
+        return bare.wait(bare.call("all_reduce", grad, "sum", ctx.group_name, "identity")), None
 
 
 def identity(x: Tensor, group_name: str) -> Tensor:
@@ -65,7 +59,7 @@ def _mean(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
 def _others_product(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
     # Not y / x, which zeros spoil: the product of all parts but ours. Differentiable again.
     g = by_name(group_name)
-    parts = _wait(_ops().all_gather_into_tensor(x.unsqueeze(0), g.n, group_name))
+    parts = bare.wait(bare.call("all_gather_into_tensor", x.unsqueeze(0), g.n, group_name))
     others = parts.roll(-g.rank, 0)[1:]  # ours is first, then left out
     return G * others.prod(0).conj()
 
@@ -73,7 +67,7 @@ def _others_product(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
 def _tied(G: Tensor, x: Tensor, y: Tensor, group_name: str) -> Tensor:
     # Parts that tie for the extreme share alike, as torch.amax does.
     tied = (x == y).to(G.dtype)
-    count = _wait(_ops().all_reduce(tied, "sum", group_name))
+    count = bare.wait(bare.call("all_reduce", tied, "sum", group_name))
     return G * tied / count
 
 
@@ -100,7 +94,7 @@ def needs_values(a: Call) -> tuple[str, ...]:
 
 def all_reduce(grad: Tensor, a: Call) -> Tensor:
     if a.grad == "sum":
-        G = _wait(_ops().all_reduce(grad, "sum", a.group_name))
+        G = bare.wait(bare.call("all_reduce", grad, "sum", a.group_name))
     else:
         G = identity(grad, a.group_name)
     return _share("all_reduce", a.reduce_op, G, a.saved_input, a.saved_output, a.group_name)
@@ -108,8 +102,8 @@ def all_reduce(grad: Tensor, a: Call) -> Tensor:
 
 def reduce_scatter_tensor(grad: Tensor, a: Call) -> Tensor:
     def whole(x: Tensor) -> Tensor:
-        gather = _ops().all_gather_into_tensor
-        return _wait(gather(x, a.group_size, a.group_name, a.dim, a.sizes))
+        gather = partial(bare.call, "all_gather_into_tensor")
+        return bare.wait(gather(x, a.group_size, a.group_name, a.dim, a.sizes))
 
     y = whole(a.saved_output) if a.saved_output is not None else None
     return _share("reduce_scatter_tensor", a.reduce_op, whole(grad), a.saved_input, y, a.group_name)
@@ -117,7 +111,7 @@ def reduce_scatter_tensor(grad: Tensor, a: Call) -> Tensor:
 
 def reduce(grad: Tensor, a: Call) -> Tensor:
     def whole(x: Tensor) -> Tensor:
-        return _wait(_ops().broadcast(x, a.dst, a.group_name))
+        return bare.wait(bare.call("broadcast", x, a.dst, a.group_name))
 
     y = whole(a.saved_output) if a.saved_output is not None else None
     return _share("reduce", a.reduce_op, whole(grad), a.saved_input, y, a.group_name)
@@ -127,36 +121,36 @@ def reduce(grad: Tensor, a: Call) -> Tensor:
 
 
 def all_gather_into_tensor(grad: Tensor, a: Call) -> Tensor:
-    scatter = _ops().reduce_scatter_tensor
-    mine = _wait(scatter(grad, "sum", a.group_size, a.group_name, a.dim, a.sizes))
+    scatter = partial(bare.call, "reduce_scatter_tensor")
+    mine = bare.wait(scatter(grad, "sum", a.group_size, a.group_name, a.dim, a.sizes))
     return mine.reshape(a.input_shape)
 
 
 def all_to_all_single(grad: Tensor, a: Call) -> Tensor:
-    back = _ops().all_to_all_single
-    return _wait(back(grad, a.input_split_sizes, a.output_split_sizes, a.group_name))
+    back = partial(bare.call, "all_to_all_single")
+    return bare.wait(back(grad, a.input_split_sizes, a.output_split_sizes, a.group_name))
 
 
 def shard_dim_alltoall(grad: Tensor, a: Call) -> Tensor:
-    return _wait(_ops().shard_dim_alltoall(grad, a.shard_dim, a.gather_dim, a.group_name))
+    return bare.wait(bare.call("shard_dim_alltoall", grad, a.shard_dim, a.gather_dim, a.group_name))
 
 
 def broadcast(grad: Tensor, a: Call) -> Tensor:
-    return _wait(_ops().reduce(grad, "sum", a.src, a.group_name))
+    return bare.wait(bare.call("reduce", grad, "sum", a.src, a.group_name))
 
 
 def gather(grad: Tensor, a: Call) -> Tensor:
-    back = _ops().scatter(grad, a.dst, a.group_size, a.group_name, a.dim, a.sizes)
-    return _wait(back).reshape(a.input_shape)
+    back = bare.call("scatter", grad, a.dst, a.group_size, a.group_name, a.dim, a.sizes)
+    return bare.wait(back).reshape(a.input_shape)
 
 
 def scatter(grad: Tensor, a: Call) -> Tensor:
-    return _wait(_ops().gather(grad, a.src, a.group_size, a.group_name, a.dim, a.sizes))
+    return bare.wait(bare.call("gather", grad, a.src, a.group_size, a.group_name, a.dim, a.sizes))
 
 
 def permute(grad: Tensor, a: Call) -> Tensor:
     source = [a.dst.index(r) if r in a.dst else -1 for r in range(len(a.dst))]
-    return _wait(_ops().permute(grad, source, a.group_name))
+    return bare.wait(bare.call("permute", grad, source, a.group_name))
 
 
 def wait_tensor(grad: Tensor, a: Call) -> Tensor:
@@ -168,7 +162,7 @@ def wait_tensor(grad: Tensor, a: Call) -> Tensor:
 
 def all_reduce_coalesced(grads: list[Tensor], a: Call) -> list[Tensor]:
     if a.grad == "sum":
-        Gs = list(map(_wait, _ops().all_reduce_coalesced(grads, "sum", a.group_name)))
+        Gs = list(map(bare.wait, bare.call("all_reduce_coalesced", grads, "sum", a.group_name)))
     else:
         Gs = [identity(G, a.group_name) for G in grads]
     xs, ys = a.saved_input or [None] * len(Gs), a.saved_output or [None] * len(Gs)
@@ -179,14 +173,16 @@ def all_reduce_coalesced(grads: list[Tensor], a: Call) -> list[Tensor]:
 
 
 def all_gather_into_tensor_coalesced(grads: list[Tensor], a: Call) -> list[Tensor]:
-    back = _ops().reduce_scatter_tensor_coalesced(grads, "sum", a.group_size, a.group_name, a.dims)
-    return [_wait(x).reshape(s) for x, s in zip(back, a.input_shape, strict=True)]
+    back = bare.call(
+        "reduce_scatter_tensor_coalesced", grads, "sum", a.group_size, a.group_name, a.dims
+    )
+    return [bare.wait(x).reshape(s) for x, s in zip(back, a.input_shape, strict=True)]
 
 
 def reduce_scatter_tensor_coalesced(grads: list[Tensor], a: Call) -> list[Tensor]:
     def whole(xs: list[Tensor]) -> list[Tensor]:
-        gather = _ops().all_gather_into_tensor_coalesced
-        return list(map(_wait, gather(xs, a.group_size, a.group_name, a.dims)))
+        gather = partial(bare.call, "all_gather_into_tensor_coalesced")
+        return list(map(bare.wait, gather(xs, a.group_size, a.group_name, a.dims)))
 
     Gs = whole(grads)
     xs = a.saved_input or [None] * len(Gs)

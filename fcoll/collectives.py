@@ -6,7 +6,9 @@ ops. ``check``, ``shape`` and ``run`` take the schema's arguments; ``adjoint`` g
 
 ``wire_bytes`` and ``steps`` are of the bandwidth-optimal algorithm on n ranks: the bytes that each
 rank sends, where b is the size of its largest argument or result in bytes, and how many messages
-follow one another. They are written so that n and b may be sympy symbols.
+follow one another. They are written so that n and b may be sympy symbols. ``one_shot_bytes`` is
+what the busiest rank sends where everything goes to its place in one step; ``personal`` says that
+each pair of ranks has bytes of its own, which nobody can combine or pass on for others.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Collective:
     saves: Callable[[Any], tuple[str, ...]] | None = None
     contiguous: bool = False
     side_effect: bool = False
+    one_shot_bytes: Callable[[Expr, Expr], Expr] | None = None  # None: wire_bytes, in one step
+    personal: bool = False
 
     @property
     def mutates(self) -> bool:
@@ -66,6 +70,11 @@ def _ring_twice(n: Expr, b: Expr) -> Expr:
 
 def _all(n: Expr, b: Expr) -> Expr:
     return b
+
+
+def _to_each(n: Expr, b: Expr) -> Expr:
+    """The whole message to every other rank."""
+    return b * (n - 1)
 
 
 def _none(n: Expr, b: Expr) -> Expr:
@@ -130,6 +139,7 @@ _ROWS = (
         saves=adjoints.needs_values,
         wire_bytes=_ring_twice,
         steps=_twice_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=_torch_ops("all_reduce"),
     ),
     Collective(
@@ -170,6 +180,7 @@ _ROWS = (
         adjoint=adjoints.all_to_all_single,
         wire_bytes=_ring,
         steps=_n_minus_1,
+        personal=True,
         targets=_torch_ops("all_to_all_single", "_c10d_functional_autograd"),
         contiguous=True,
     ),
@@ -182,6 +193,7 @@ _ROWS = (
         adjoint=adjoints.shard_dim_alltoall,
         wire_bytes=_ring,
         steps=_n_minus_1,
+        personal=True,
         targets=("_dtensor::shard_dim_alltoall",),
     ),
     Collective(
@@ -193,6 +205,7 @@ _ROWS = (
         adjoint=adjoints.broadcast,
         wire_bytes=_all,
         steps=_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=_torch_ops("broadcast"),
     ),
     Collective(
@@ -205,6 +218,7 @@ _ROWS = (
         saves=adjoints.needs_values,
         wire_bytes=_all,
         steps=_n_minus_1,
+        one_shot_bytes=_to_each,
     ),
     Collective(
         "gather",
@@ -239,6 +253,7 @@ _ROWS = (
         adjoint=adjoints.permute,
         wire_bytes=_all,
         steps=_one,
+        personal=True,
     ),
     Collective(
         "isend",
@@ -249,6 +264,7 @@ _ROWS = (
         adjoint=adjoints.none_for_p2p,
         wire_bytes=_all,
         steps=_one,
+        personal=True,
         targets=_torch_ops("isend"),
         side_effect=True,
     ),
@@ -261,6 +277,7 @@ _ROWS = (
         adjoint=adjoints.none_for_p2p,
         wire_bytes=_all,
         steps=_one,
+        personal=True,
         targets=_torch_ops("irecv"),
         side_effect=True,
     ),
@@ -274,6 +291,7 @@ _ROWS = (
         adjoint=adjoints.none_for_p2p,
         wire_bytes=_all,
         steps=_one,
+        personal=True,
         targets=_torch_ops("batch_p2p_ops"),
         side_effect=True,
     ),
@@ -298,6 +316,7 @@ _ROWS = (
         saves=adjoints.needs_values,
         wire_bytes=_ring_twice,
         steps=_twice_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=_torch_ops("all_reduce_coalesced"),
     ),
     Collective(
@@ -337,6 +356,7 @@ _ROWS = (
         adjoint=adjoints.none_in_place,
         wire_bytes=_ring_twice,
         steps=_twice_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=("_c10d_functional::all_reduce_",),
     ),
     Collective(
@@ -348,6 +368,7 @@ _ROWS = (
         adjoint=adjoints.none_in_place,
         wire_bytes=_ring_twice,
         steps=_twice_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=("_c10d_functional::all_reduce_coalesced_",),
     ),
     Collective(
@@ -359,6 +380,7 @@ _ROWS = (
         adjoint=adjoints.none_in_place,
         wire_bytes=_all,
         steps=_n_minus_1,
+        one_shot_bytes=_to_each,
         targets=("_c10d_functional::broadcast_",),
     ),
     Collective(

@@ -138,6 +138,50 @@ class CollectiveMismatch(FcollError):
     )
 
 
+class BadMesh(FcollError):
+    template = "no mesh with {what}{at}. {hint}"
+
+
+class GroupDestroyed(FcollError):
+    template = (
+        "{op} on the group {group!r}, which was destroyed before or never made{at}. Destroy a "
+        "group after its last collective."
+    )
+
+
+class UnknownCollective(FcollError):
+    template = (
+        "{op} cannot be traced{at}: it is not known which messages it sends. Use a functional "
+        "collective, as in fcoll.all_reduce."
+    )
+
+
+class CheckMismatch(CollectiveMismatch):
+    """What fcoll.check proves before a run. It has the two ranks, their calls (None where there is
+    none) and the last collective that they have in common."""
+
+    template = "{message}"
+    ranks: tuple[int, ...] = ()
+    calls: tuple[Any, ...] = ()
+    last_common: Any = None
+
+
+class UnmatchedTransfer(CheckMismatch):
+    """A send without its receive, or the other way round, or one that does not fit."""
+
+
+class Deadlock(CheckMismatch):
+    """Ranks that wait for one another in a circle: ``ranks`` in its order."""
+
+
+class DataDependent(FcollError):
+    template = (
+        "the program decides by the value of a tensor, at {line}. A trace has no values, and ranks "
+        "that see different ones may issue different collectives. Decide by what all ranks know, "
+        "or keep the decision inside tensors (torch.where)."
+    )
+
+
 class PeerDied(FcollError, RuntimeError):
     template = "{message}{at}. The group is closed: restart the job."
 
@@ -155,6 +199,38 @@ class GroupClosed(FcollError, RuntimeError):
 
 class GroupForked(FcollError, RuntimeError):
     template = "{message}{at}. Call init_process_group in the new process."
+
+
+class UnknownMachine(FcollError):
+    template = (
+        "no machine {machine!r}{at}. Use one of {known}, a .toml file of your own (copy one of "
+        "fcoll/machines), or a fcoll.cost.Machine."
+    )
+
+
+class NotCalibrated(FcollError):
+    template = (
+        "this machine has not been measured: there is no local.toml in {folder}{at}. "
+        "Run `fcoll calibrate` (about a minute), or name another machine."
+    )
+
+
+class BadMachineFile(FcollError):
+    template = "{path} does not describe a machine: {why}{at}. Compare it with fcoll/machines."
+
+
+class BadTarget(FcollError):
+    template = (
+        "cannot run {target}: {why}{at}. Name a function build(mesh) -> (fn, args) as "
+        "pkg.mod:build or file.py:build, or use --demo."
+    )
+
+
+class MissingSize(FcollError):
+    template = (
+        "the cost depends on {symbols}, which have no value{at}. "
+        'Pass sizes={{"{first}": 128, ...}}.'
+    )
 
 
 _NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")

@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from fcoll import _torch, adjoints, direct, reductions, rules
+from fcoll import _torch, adjoints, bare, reductions, rules
 from fcoll.async_tensor import AsyncCollectiveTensor, in_flight
-from fcoll.collectives import COLLECTIVES
 from fcoll.errors import from_native
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.native import build
-from fcoll.ops import IN_CPP
+from fcoll.ops import run_eager
 
 __all__ = [
     "all_gather_into_tensor",
@@ -49,20 +49,15 @@ ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
-    """Call the op; in plain eager, its kernel without the dispatcher (30 us less a call).
+    """Call the op.
 
     The kernels check too; while Dynamo traces, this check lets an error through unchanged.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         check(*args)
         return getattr(torch.ops.fcoll, name)(*args)
     try:
-        if not _torch.plain(args[0]):
-            return getattr(torch.ops.fcoll, name)(*args)
-        if name in IN_CPP and args[0].is_cpu and build.loaded():
-            return _torch.native_op(name)(*args)
-        check(*args)
-        return COLLECTIVES[name].run(*args)
+        return run_eager(name, *args)
     except RuntimeError as error:
         raise from_native(error) from None
 
@@ -104,11 +99,11 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
+    if not is_compiling() and build.short.wait_tensor(x) is x:
+        return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
-    if not torch.compiler.is_compiling() and _torch.plain(x) and _torch.work_registry_size() == 0:
-        return x  # nothing at all is under way
-    return torch.ops.fcoll.wait_tensor(x)
+    return bare.wait(x)
 
 
 def all_reduce(
@@ -133,9 +128,10 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
-    short = not torch.compiler.is_compiling() and factor is None and grad in rules.GRADS
-    if short and (lane := direct.lane(x, group, op)):
-        return direct.call("all_reduce", x, op, lane, grad)
+    if factor is None and grad in rules.GRADS and not is_compiling():
+        out = build.short.all_reduce(x, op, group)
+        if out is not NotImplemented:
+            return out
     x, op = _scaled("all_reduce", x, op, factor)
     name = group_name(group)
     out = _start("all_reduce", rules.check_all_reduce, x, op, name, grad)
@@ -154,6 +150,10 @@ def all_gather_into_tensor(
     >>> fcoll.all_gather_into_tensor(x, dim=1).shape == (2, 3 * n)
     True
     """
+    if sizes is None and not is_compiling():
+        out = build.short.all_gather(x, group, dim)
+        if out is not NotImplemented:
+            return out
     name = group_name(group)
     n = group_size(name)
     args = (x, n, name, _positive(dim, x), sizes)
@@ -181,6 +181,10 @@ def reduce_scatter_tensor(
     >>> torch.equal(fcoll.reduce_scatter_tensor(x), fcoll.all_reduce(x).chunk(n)[rank])
     True
     """
+    if sizes is None and factor is None and not is_compiling():
+        out = build.short.reduce_scatter(x, op, group, dim)
+        if out is not NotImplemented:
+            return out
     x, op = _scaled("reduce_scatter_tensor", x, op, factor)
     name = group_name(group)
     n = group_size(name)
@@ -203,6 +207,10 @@ def all_to_all_single(
     >>> torch.equal(fcoll.all_to_all_single(x), torch.arange(n) * 10 + rank)
     True
     """
+    if not is_compiling():
+        out = build.short.all_to_all(x, group, output_splits, input_splits)
+        if out is not NotImplemented:
+            return out
     name = group_name(group)
     n = group_size(name)
     if output_splits is None or input_splits is None:
@@ -221,6 +229,10 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
     >>> fcoll.broadcast(torch.tensor(float(rank)), src=0).item()
     0.0
     """
+    if not is_compiling():
+        out = build.short.broadcast(x, src, group)
+        if out is not NotImplemented:
+            return out
     name = group_name(group)
     out = _start("broadcast", rules.check_broadcast, x, src, name)
     return _result("broadcast", group_size(name), out)
@@ -358,6 +370,8 @@ def batch_p2p(
 
 def barrier(group: GroupLike = None) -> None:
     """Return when all ranks of the group have called it."""
+    if not is_compiling() and build.short.barrier(group) is None:
+        return
     torch.ops.fcoll.wait_tensor(_start("barrier", rules.check_barrier, group_name(group)))
 
 
@@ -375,6 +389,10 @@ def all_reduce_coalesced(
     >>> a.shape, b.mean().item() == n
     (torch.Size([2]), True)
     """
+    if factor is None and grad in rules.GRADS and not is_compiling():
+        out = build.short.all_reduce_coalesced(xs, op, group)
+        if out is not NotImplemented:
+            return out
     xs, op = _scaled("all_reduce_coalesced", list(xs), op, factor)
     name = group_name(group)
     args = (xs, op, name, grad)
@@ -386,6 +404,10 @@ def all_gather_into_tensor_coalesced(
     xs: Sequence[Tensor], group: GroupLike = None, dim: int | Sequence[int] = 0
 ) -> list[Tensor]:
     """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
+    if not is_compiling():
+        out = build.short.all_gather_coalesced(xs, group, dim)
+        if out is not NotImplemented:
+            return out
     name = group_name(group)
     n = group_size(name)
     args = (list(xs), n, name, _each(dim, xs))
@@ -402,6 +424,10 @@ def reduce_scatter_tensor_coalesced(
     factor: float | None = None,
 ) -> list[Tensor]:
     """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
+    if factor is None and not is_compiling():
+        out = build.short.reduce_scatter_coalesced(xs, op, group, dim)
+        if out is not NotImplemented:
+            return out
     xs, op = _scaled("reduce_scatter_tensor_coalesced", list(xs), op, factor)
     name = group_name(group)
     n = group_size(name)

@@ -41,10 +41,6 @@ class Status:
 _known: dict[str, tuple[weakref.ref, Status]] = {}
 
 
-# id of a process group that is served by shared memory -> its name; goes with the group
-lanes: dict[int, str] = {}
-
-
 def load() -> bool:
     """Load the C++ part now, compiling it if need be; False if process groups must serve.
 
@@ -69,22 +65,27 @@ def handle_of(g: Group) -> int:
     return status_of(g).handle
 
 
-def status_of(g: Group) -> Status:
-    pg = g.pg
+def known_status(g: Group) -> Status | None:
+    """The status of a group if it has been found out already."""
     known = _known.get(g.name)
-    if known is not None and known[0]() is pg:
-        return known[1]
-    made = _connect(g)
+    return known[1] if known is not None and known[0]() is g.pg else None
+
+
+def known_groups() -> list[tuple[str, int, bool]]:
+    """Of the groups of which it is known: name, size, and whether they have shared memory."""
+    alive = [(name, pg(), status) for name, (pg, status) in _known.items()]
+    return sorted((name, pg.size(), status.shared) for name, pg, status in alive if pg)
+
+
+def status_of(g: Group) -> Status:
+    known = known_status(g)
+    if known is not None:
+        return known
+    pg, made = g.pg, _connect(g)
     _known[g.name] = (weakref.ref(pg), made)
     if made.shared:
-        lanes[id(pg)] = g.name
-        weakref.finalize(pg, _forget, id(pg), made.handle)
+        weakref.finalize(pg, torch.ops.fcoll_native.close, made.handle)
     return made
-
-
-def _forget(pg_id: int, handle: int) -> None:
-    lanes.pop(pg_id, None)
-    torch.ops.fcoll_native.close(handle)
 
 
 def _connect(g: Group) -> Status:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
 import sys
+
+import typing_extensions  # torch depends on it
 
 from fcoll import _torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_LIBRARIES = (_HERE + os.sep, _torch.TORCH_DIR + os.sep, "<frozen ", "<eval_with_key>")
+_DEMOS = os.path.join(_HERE, "demos.py")  # written as a user's program
+# what torch's functions are wrapped by stands between them and the user's line
+_WRAPPERS = (contextlib.__file__, functools.__file__, typing_extensions.__file__)
+_LIBRARIES = (
+    _HERE + os.sep,
+    _torch.TORCH_DIR + os.sep,
+    "<frozen ",
+    "<eval_with_key>",
+    *map(os.path.abspath, _WRAPPERS),
+)
+
+
+# Inductor's cache: a hash for a name, in a folder of its first letters
+_GENERATED = re.compile(r"/[a-z0-9]{2}/c[a-z0-9]{50,}\.py$")
 
 
 def is_library(filename: str) -> bool:
-    """Is this a file of torch's or fcoll's rather than the user's?"""
-    return filename.startswith(_LIBRARIES)
+    """Is this a file of torch's or fcoll's, or generated, rather than the user's?"""
+    if filename.startswith(_LIBRARIES):
+        return filename != _DEMOS
+    return len(filename) > 55 and _GENERATED.search(filename) is not None
 
 
 def user_site() -> tuple[str, int] | None:

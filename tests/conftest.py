@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -77,6 +79,17 @@ def no_process_group_left() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left a default process group: destroy it, or use `solo`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What Inductor compiles is shared by the tests and ranks of a session, and by no other,
+    unless TORCHINDUCTOR_CACHE_DIR is set."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="fcoll-inductor-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # In the ranks themselves: a pool of compilers for each of them takes longer to start.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,20 +11,59 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "fcoll" / "native"
-SOURCES = [ROOT / "tests/native/core_test.cpp", NATIVE / "core.cpp", NATIVE / "kernels.cpp"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", "-DFCOLL_TEST_THREADS"]
+CORE = [
+    str(NATIVE / f"{name}.cpp")
+    for name in ("core", "collectives", "direct", "kernels", "peers", "arena")
+]
+FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", f"-I{NATIVE}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
+def compiled(folder: Path, test: str, *flags: str) -> str:
+    """The program of a test in tests/native, with the core."""
+    program = str(folder / test)
+    source = str(ROOT / "tests/native" / f"{test}.cpp")
+    command = ["g++", *FLAGS, *flags, source, *CORE, "-lpthread", "-o", program]
+    subprocess.run(command, check=True, timeout=100)
+    return program
+
+
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_core_under_sanitizer(tmp_path, sanitizer):
-    program = str(tmp_path / "core_test")
-    command = ["g++", *FLAGS, f"-fsanitize={sanitizer}", f"-I{NATIVE}", *map(str, SOURCES)]
-    subprocess.run([*command, "-lpthread", "-o", program], check=True, timeout=100)
+    flags = ("-DFCOLL_TEST_THREADS", f"-fsanitize={sanitizer}")
+    program = compiled(tmp_path, "core_test", *flags)
     for n, calls in ((2, 300), (3, 200), (5, 60)):
         done = subprocess.run(
             [program, str(n), str(calls), "1"], capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert f"{n} ranks, {calls} calls: all right" in done.stdout
+
+
+def test_memory_that_goes_while_a_peer_reads_it_is_an_error(tmp_path):
+    program = compiled(tmp_path, "direct_test")
+    expected = {
+        "right": "reader: right",
+        "freed": "rank 1's tensor could not be read",
+        "exec": "rank 1's tensor could not be read",
+        "timeout": "waited 0 s for rank 0",
+        "killed": "rank 1 died",
+    }
+    for what, message in expected.items():
+        done = subprocess.run([program, what], capture_output=True, text=True, timeout=30)
+        said = [line for line in done.stdout.splitlines() if line.startswith("reader")]
+        assert done.returncode == 0 and len(said) == 1 and message in said[0], (what, done)
+
+
+def test_parts_in_arenas_last_until_they_are_read(tmp_path):
+    program = compiled(tmp_path, "arena_test", "-fsanitize=address,undefined")
+    for n, calls, ranks_read in itertools.product((2, 4), (1000,), ("agree", "differ")):
+        done = subprocess.run(
+            [program, str(n), str(calls), "7", ranks_read],
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert f"{n} ranks, {calls} calls: all right" in done.stdout

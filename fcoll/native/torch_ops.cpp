@@ -2,93 +2,28 @@
 // for CPU tensors take this path where the group has one and call `fcoll_pg::*`, the process
 // group's, where not.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/Functional.hpp>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <chrono>
 #include <memory>
-#include <numeric>
-#include <shared_mutex>
 #include <unordered_map>
 
 #include "core.h"
+#include "served.h"
 #include "tensors.h"
 
 namespace {
 
+namespace served = fcoll::served;
 using at::Tensor;
-using fcoll::Call;
-using fcoll::Group;
-using fcoll::Kind;
 using fcoll::Op;
-using fcoll::Type;
+using fcoll::served::group_named;
+using fcoll::served::group_of;
+using fcoll::served::GroupPtr;
+using fcoll::served::Result;
 using namespace fcoll::tensors;
-
-// How long an eager call waits for late peers before it returns a result that is under way.
-constexpr double PATIENCE_US = 5;
-
-// -- groups by handle and by name -----------------------------------------------------------------
-
-std::shared_mutex registry_mutex;
-std::unordered_map<int64_t, std::shared_ptr<Group>> groups;
-// A name may be given to another process group later: the one it stood for goes with it.
-struct Named {
-  std::shared_ptr<Group> group;
-  const void* process_group;
-};
-std::unordered_map<std::string, Named> by_name;
-int64_t next_handle = 1;
-
-std::shared_ptr<Group> group_of(int64_t handle) {
-  std::shared_lock lock(registry_mutex);
-  auto found = groups.find(handle);
-  TORCH_CHECK(found != groups.end(), "fcoll: this group has been destroyed");
-  return found->second;
-}
-
-std::shared_ptr<Group> group_named(const std::string& name) {
-  std::shared_lock lock(registry_mutex);
-  auto found = by_name.find(name);
-  if (found == by_name.end()) return nullptr;
-  try {
-    bool same = c10d::resolve_process_group(name).get() == found->second.process_group;
-    return same ? found->second.group : nullptr;
-  } catch (const c10::Error&) {  // there is no such group any more: Python says so
-    return nullptr;
-  }
-}
-
-std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s) {
-  auto group = std::make_shared<Group>(rank, n, timeout_s);
-  std::unique_lock lock(registry_mutex);
-  int64_t handle = next_handle++;
-  groups[handle] = group;
-  return {handle, group->fd(), int64_t(group->token())};
-}
-
-std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
-                       at::IntArrayRef tokens) {
-  return group_of(handle)->join({pids.begin(), pids.end()}, {fds.begin(), fds.end()},
-                                {tokens.begin(), tokens.end()});
-}
-
-void bind_group(const std::string& name, int64_t handle) {
-  auto group = group_of(handle);
-  std::unique_lock lock(registry_mutex);
-  by_name[name] = {group, c10d::resolve_process_group(name).get()};
-}
-
-void close_group(int64_t handle) {
-  std::unique_lock lock(registry_mutex);
-  auto found = groups.find(handle);
-  if (found == groups.end()) return;
-  std::erase_if(by_name, [&](const auto& entry) { return entry.second.group == found->second; });
-  groups.erase(found);
-}
 
 // -- primitives: contiguous tensors, complete on return -------------------------------------------
 
@@ -111,28 +46,9 @@ void reduce_scatter_(const Tensor& out, const Tensor& x, const std::string& op, 
   });
 }
 
-void exchange(Group& g, const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
-              at::IntArrayRef in_splits) {
-  int n = g.size();
-  auto row_bytes = [](const Tensor& t) {
-    return t.size(0) ? t.nbytes() / t.size(0)
-                     : size_t(c10::multiply_integers(t.sizes().slice(1)) * t.element_size());
-  };
-  auto bytes = [&](const Tensor& t, at::IntArrayRef splits) {
-    std::vector<size_t> sizes(n, t.nbytes() / n);
-    for (size_t i = 0; i < splits.size(); i++) sizes[i] = splits[i] * row_bytes(t);
-    return sizes;
-  };
-  auto out_bytes = bytes(out, out_splits), in_bytes = bytes(x, in_splits);
-  guarded([&] {
-    g.all_to_all(x.const_data_ptr(), out.mutable_data_ptr(), in_bytes.data(), out_bytes.data(),
-                 row_bytes(x));
-  });
-}
-
 void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
                at::IntArrayRef in_splits, int64_t handle) {
-  exchange(*group_of(handle), out, x, out_splits, in_splits);
+  served::exchange(*group_of(handle), out, x, out_splits, in_splits);
 }
 
 void broadcast_(const Tensor& buf, int64_t src, int64_t handle) {
@@ -148,30 +64,6 @@ void barrier(int64_t handle) {
 double round_trip_ns(int64_t peer, int64_t handle) {
   auto g = group_of(handle);
   return guarded([&] { return g->round_trip_ns(peer); });
-}
-
-// -- results under way ----------------------------------------------------------------------------
-
-// The second half of a collective: found by wait_tensor in torch's registry of works. It holds the
-// result, which a later call may fill on the way to its own.
-struct Finish : c10d::Work {
-  Finish(std::shared_ptr<Group> group, uint64_t ticket, Tensor out)
-      : group(std::move(group)), ticket(ticket), out(std::move(out)) {}
-  bool wait(std::chrono::milliseconds) override {
-    guarded([&] { group->finish(ticket); });
-    return true;
-  }
-  std::shared_ptr<Group> group;
-  uint64_t ticket;
-  Tensor out;
-};
-
-Tensor started(const std::shared_ptr<Group>& g, const Call& call, const Tensor& x, Tensor out) {
-  double patience = g->crowded() ? 0 : PATIENCE_US;
-  uint64_t ticket = guarded(
-      [&] { return g->start(call, x.const_data_ptr(), out.mutable_data_ptr(), patience); });
-  if (ticket) c10d::register_work(out, c10::make_intrusive<Finish>(g, ticket, out));
-  return out;
 }
 
 // -- fcoll::* on CPU tensors ------------------------------------------------------------------------
@@ -191,57 +83,79 @@ Tensor by_process_group(const char* name, const Args&... args) {
   return found->second.typed<Tensor(Args...)>().call(args...);
 }
 
-Tensor empty(const Tensor& like, at::IntArrayRef sizes) {
-  return at::empty(sizes, like.options().memory_format(at::MemoryFormat::Contiguous));
+// The result if the group has shared memory and it serves the call, else none.
+template <class Serve>
+Tensor served_on(string group_name, Serve serve) {
+  auto g = group_named(std::string(group_name));
+  return g ? serve(g).out : Tensor();
+}
+
+template <class Serve>
+Tensor reduced_on(string group_name, string reduce_op, Serve serve) {
+  auto op = OPS.find(std::string(reduce_op));
+  if (op == OPS.end()) return {};
+  return served_on(group_name, [&](const GroupPtr& g) { return serve(g, op->second); });
 }
 
 Tensor all_reduce(const Tensor& input, string reduce_op, string group_name, string grad) {
-  auto op = OPS.find(std::string(reduce_op));
-  auto g = group_named(std::string(group_name));
-  if (!g || op == OPS.end() || !reduces(input, op->second) || input.numel() == 0)
-    return by_process_group<const Tensor&>("fcoll_pg::all_reduce", input, reduce_op, group_name,
-                                           grad);
-  Tensor x = input.contiguous();
-  Call call{Kind::all_reduce, type_of(x), op->second, 0, uint64_t(x.numel())};
-  return started(g, call, x, empty(x, x.sizes()));
+  Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
+    return served::all_reduce(g, input, op);
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_reduce", input, reduce_op, group_name, grad);
 }
 
 Tensor all_gather_into_tensor(const Tensor& input, int64_t group_size, string group_name,
                               int64_t dim, Sizes sizes) {
-  auto g = group_named(std::string(group_name));
-  if (!g || g->size() != group_size || dim != 0 || sizes || input.numel() == 0)
-    return by_process_group<const Tensor&>("fcoll_pg::all_gather_into_tensor", input, group_size,
-                                           group_name, dim, sizes);
-  Tensor x = input.contiguous();
-  auto shape = x.dim() ? x.sizes().vec() : std::vector<int64_t>{1};
-  shape[0] *= group_size;
-  Call call{Kind::all_gather, Type::bytes, Op::sum, 0, x.nbytes()};
-  return started(g, call, x, empty(x, shape));
+  Tensor out = served_on(group_name, [&](const GroupPtr& g) {
+    bool even = g->size() == group_size && !sizes;
+    return even ? served::all_gather(g, input, dim) : Result();
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_gather_into_tensor", input, group_size,
+                                         group_name, dim, sizes);
 }
 
 Tensor reduce_scatter_tensor(const Tensor& input, string reduce_op, int64_t group_size,
                              string group_name, int64_t dim, Sizes sizes) {
-  auto op = OPS.find(std::string(reduce_op));
-  auto g = group_named(std::string(group_name));
-  if (!g || g->size() != group_size || dim != 0 || sizes || input.numel() == 0 || !input.dim() ||
-      input.size(0) % group_size || op == OPS.end() || !reduces(input, op->second))
-    return by_process_group<const Tensor&>("fcoll_pg::reduce_scatter_tensor", input, reduce_op,
-                                           group_size, group_name, dim, sizes);
-  Tensor x = input.contiguous();
-  auto shape = x.sizes().vec();
-  shape[0] /= group_size;
-  Call call{Kind::reduce_scatter, type_of(x), op->second, 0, uint64_t(x.numel() / group_size)};
-  return started(g, call, x, empty(x, shape));
+  Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
+    bool even = g->size() == group_size && !sizes;
+    return even ? served::reduce_scatter(g, input, op, dim) : Result();
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::reduce_scatter_tensor", input, reduce_op,
+                                         group_size, group_name, dim, sizes);
 }
 
 Tensor broadcast(const Tensor& input, int64_t src, string group_name) {
-  auto g = group_named(std::string(group_name));
-  if (!g || src < 0 || src >= g->size() || input.numel() == 0)
-    return by_process_group<const Tensor&>("fcoll_pg::broadcast", input, src, group_name);
-  Tensor out = g->rank() == src ? input.clone(at::MemoryFormat::Contiguous)
-                                : empty(input, input.sizes());
-  Call call{Kind::broadcast, Type::bytes, Op::sum, uint8_t(src), out.nbytes()};
-  return started(g, call, out, out);
+  Tensor out = served_on(
+      group_name, [&](const GroupPtr& g) { return served::broadcast(g, input, src); });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::broadcast", input, src, group_name);
+}
+
+// Sizes as plain numbers: there are no others where a kernel runs.
+std::vector<int64_t> numbers(c10::SymIntArrayRef sizes) {
+  std::vector<int64_t> v;
+  for (const auto& s : sizes) v.push_back(s.expect_int());
+  return v;
+}
+
+// No splits at all would be even ones to the core: where they are given, they are never none.
+Result all_to_all_with(const GroupPtr& g, const Tensor& input, c10::SymIntArrayRef out_splits,
+                       c10::SymIntArrayRef in_splits) {
+  if (out_splits.empty() || in_splits.empty()) return {};
+  return served::all_to_all(g, input, numbers(out_splits), numbers(in_splits));
+}
+
+Tensor all_to_all_single(const Tensor& input, c10::SymIntArrayRef out_splits,
+                         c10::SymIntArrayRef in_splits, string group_name) {
+  Tensor out = served_on(group_name, [&](const GroupPtr& g) {
+    return all_to_all_with(g, input, out_splits, in_splits);
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_to_all_single", input, out_splits,
+                                         in_splits, group_name);
 }
 
 // -- _c10d_functional::* on CPU tensors, while fcoll.accelerate_c10d() is in force -----------------
@@ -252,7 +166,7 @@ std::string name_given(const c10::IValue& given) {
 }
 
 // A group as torch's ops are given it, a name or an object; connected if this is its first use.
-std::shared_ptr<Group> group_given(const c10::IValue& given) {
+GroupPtr group_given(const c10::IValue& given) {
   std::string name = name_given(given);
   if (auto known = group_named(name)) return known;
   static auto connect = c10::Dispatcher::singleton()
@@ -309,25 +223,9 @@ Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& group
 Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
                        c10::SymIntArrayRef in_splits, const c10::IValue& group) {
   auto g = group_given(group);
-  auto fits = [&](c10::SymIntArrayRef splits) {
-    return splits.size() == size_t(g->size()) &&
-           std::all_of(splits.begin(), splits.end(), [](const auto& s) { return s >= 0; });
-  };
-  if (!g || !input.dim() || !fits(out_splits) || !fits(in_splits) ||
-      std::accumulate(in_splits.begin(), in_splits.end(), c10::SymInt(0)) != input.size(0))
-    return c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
-  auto sizes = [](c10::SymIntArrayRef splits) {
-    std::vector<int64_t> v;
-    for (const auto& s : splits) v.push_back(s.expect_int());
-    return v;
-  };
-  Tensor x = input.contiguous();
-  auto outs = sizes(out_splits), ins = sizes(in_splits);
-  auto shape = x.sizes().vec();
-  shape[0] = std::accumulate(outs.begin(), outs.end(), int64_t(0));
-  Tensor out = empty(x, shape);
-  exchange(*g, out, x, outs, ins);
-  return out;
+  Tensor out = g ? all_to_all_with(g, input, out_splits, in_splits).out : Tensor();
+  return out.defined() ? out
+                       : c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
 }
 
 std::unique_ptr<torch::Library> accelerated;
@@ -375,19 +273,22 @@ std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor
 }  // namespace
 
 TORCH_LIBRARY(fcoll_native, m) {
-  m.def("open(int rank, int n, float timeout_s) -> int[]", &open_group);
-  m.def("join(int handle, int[] pids, int[] fds, int[] tokens) -> str", &join_group);
-  m.def("bind(str name, int handle) -> ()", &bind_group);
-  m.def("close(int handle) -> ()", &close_group);
+  m.def("open(int rank, int n, float timeout_s) -> int[]", &served::open_group);
+  m.def("join(int handle, int[] pids, int[] fds, int[] tokens) -> str", &served::join_group);
+  m.def("bind(str name, int handle) -> ()", &served::bind_group);
+  m.def("close(int handle) -> ()", &served::close_group);
   m.def("barrier(int handle) -> ()", &barrier);
   m.def("round_trip_ns(int peer, int handle) -> float", &round_trip_ns);
   // The kernels of fcoll::* again, for callers that know that autograd and modes have no part in it.
-  m.def("all_reduce(Tensor input, str reduce_op, str group_name, str grad) -> Tensor", &all_reduce);
-  m.def("all_gather_into_tensor(Tensor input, int group_size, str group_name, int dim,"
-        " SymInt[]? sizes) -> Tensor", &all_gather_into_tensor);
-  m.def("reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name, int dim,"
-        " SymInt[]? sizes) -> Tensor", &reduce_scatter_tensor);
+  m.def("all_reduce(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
+        &all_reduce);
+  m.def("all_gather_into_tensor(Tensor input, int group_size, str group_name, int dim=0,"
+        " SymInt[]? sizes=None) -> Tensor", &all_gather_into_tensor);
+  m.def("reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
+        " SymInt[]? sizes=None) -> Tensor", &reduce_scatter_tensor);
   m.def("broadcast(Tensor input, int src, str group_name) -> Tensor", &broadcast);
+  m.def("all_to_all_single(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes,"
+        " str group_name) -> Tensor", &all_to_all_single);
   m.def("all_reduce_(Tensor(a!) buf, str op, int handle) -> ()", &all_reduce_);
   m.def("all_gather_(Tensor(a!) out, Tensor x, int handle) -> ()", &all_gather_);
   m.def("reduce_scatter_(Tensor(a!) out, Tensor x, str op, int handle) -> ()", &reduce_scatter_);
@@ -403,4 +304,5 @@ TORCH_LIBRARY_IMPL(fcoll, CPU, m) {
   m.impl("all_gather_into_tensor", &all_gather_into_tensor);
   m.impl("reduce_scatter_tensor", &reduce_scatter_tensor);
   m.impl("broadcast", &broadcast);
+  m.impl("all_to_all_single", &all_to_all_single);
 }
