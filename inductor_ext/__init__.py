@@ -1,7 +1,8 @@
 """The compiler half of fcoll: what TorchInductor makes of functional collectives.
 
-``torch.compile(model, backend="fcoll")`` compiles with Inductor, to which fcoll's collectives are
-what torch's own are: extern kernels whose buffers live until the wait.
+``torch.compile(model, backend="fcoll")``, or ``inductor_ext.install()`` and the default backend:
+the kernel before a collective writes into memory that the other ranks of the host can read, and
+the kernel after it reads all of theirs.
 """
 
 from __future__ import annotations
@@ -11,9 +12,61 @@ from typing import Any
 
 import torch
 
+from inductor_ext.config import config
 
-def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
-    """The ``torch.compile`` backend named "fcoll"."""
-    from inductor_ext._torch import compile_with_inductor
+__all__ = [
+    "backend",
+    "config",
+    "install",
+    "lowers",
+    "report",
+    "requires_symmetric_memory",
+    "table",
+    "uninstall",
+]
 
-    return compile_with_inductor(graph, inputs, **options)
+_LAZY = {
+    "lowers": "registry",
+    "requires_symmetric_memory": "registry",
+    "report": "lowered",
+    "table": "lowered",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need Inductor, which takes a second to import, when they are first used."""
+    if name not in _LAZY:
+        raise AttributeError(f"module inductor_ext has no attribute {name}")
+    from importlib import import_module
+
+    globals()[name] = found = getattr(import_module(f"inductor_ext.{_LAZY[name]}"), name)
+    return found
+
+
+def backend(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable:
+    """The ``torch.compile`` backend named "fcoll"; mode and options are Inductor's."""
+    from inductor_ext._torch import compile_with_inductor, mode_options
+    from inductor_ext.hooks import connect, patches
+
+    chosen = mode_options(mode) if mode else {}
+    connect(graph)
+    return compile_with_inductor(graph, inputs, patches({**chosen, **(options or {})}))
+
+
+def install() -> None:
+    """Make the default backend of ``torch.compile`` do what "fcoll" does, until ``uninstall``."""
+    from inductor_ext import hooks
+
+    hooks.install()
+
+
+def uninstall() -> None:
+    """Undo ``install``: what is compiled from now on is stock Inductor's again."""
+    from inductor_ext import hooks
+
+    hooks.uninstall()

@@ -5,14 +5,100 @@ Tested with torch 2.13.0.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor import ir, lowering  # type: ignore[attr-defined]
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V, ops
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+__all__ = [
+    "CustomGraphPass",
+    "V",
+    "get_hash_for_files",
+    "inductor_config",
+    "ir",
+    "lowering",
+    "ops",
+    "tree_map",
+    "unset_fake_temporarily",
+]
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def compile_with_inductor(
-    graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]
 ) -> Callable:
-    return compile_fx(graph, inputs, config_patches=options.get("options"))
+    return stock_compile_fx(graph, inputs, config_patches=patches)
+
+
+stock_compile_fx = _compile_fx.compile_fx
+
+
+def before_every_compile(hook: Callable[[Any], None] | None) -> None:
+    """Call a function with each graph that Dynamo gives to Inductor; with None no more."""
+
+    @functools.wraps(stock_compile_fx)
+    def hooked(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        hook(graph)  # type: ignore[misc]
+        return stock_compile_fx(graph, *args, **kwargs)
+
+    _compile_fx.compile_fx = hooked if hook else stock_compile_fx  # type: ignore[assignment]
+
+
+def real_object(x: Any) -> Any:
+    """What Dynamo traces with a fake in its place."""
+    return x.real_obj if isinstance(x, FakeScriptObject) else x
+
+
+def is_group_name(name: str) -> bool:
+    return name in torch.distributed.distributed_c10d._world.pg_names.values()
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    return torch._inductor.list_mode_options(mode)
+
+
+def is_view(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op.is_view
+
+
+def is_pure(op: Any) -> bool:
+    """Does an op give equal results for equal arguments?"""
+    if not isinstance(op, torch._ops.OpOverload):
+        return op is operator.getitem
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    # Of the arguments of new_empty and its like only the shape goes into the result.
+    return not (random or op._schema.is_mutable or "empty" in op._schema.name)
+
+
+def loaded_graphs() -> list[Path]:
+    """The files of the graphs that are loaded in this process, in the order of their loading."""
+    files = [Path(module.__file__ or "") for module in PyCodeCache.modules]
+    return [file for file in files if file.is_file()]
+
+
+def reads_of(buffer_name: str) -> list[str]:
+    """The names of the operations that read a buffer, in the graph that is being generated."""
+    buffer = V.graph.scheduler.name_to_buf[buffer_name]
+    return [name for user in buffer.users if user.node for name in _operations(user.node)]
+
+
+def _operations(node: Any) -> list[str]:
+    return list(node.get_operation_names()) if hasattr(node, "get_operation_names") else []
+
+
+def is_generated(operation: str) -> bool:
+    """Has the code of an operation been written already, in the graph that is being generated?"""
+    return operation in V.graph.scheduler.completed_operations

@@ -1,6 +1,6 @@
 """Train a small tensor-parallel model on 2 local ranks, compiled, and compare it with 1 process.
 
-python examples/demo.py
+python examples/03_train_tp.py
 
 Shapes: B batch, D model width, H hidden width (split over the ranks).
 """

@@ -1,0 +1,81 @@
+"""Thresholds and switches of the compiler: ``inductor_ext.config``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fcoll.cost import machine_dir
+
+#: How a collective on shared memory may be lowered: fused with what follows, one extern call that
+#: also reduces, or the kernel that eager runs.
+FORMS = ("fused", "opaque", "kernel")
+
+# Up to here reading every peer's part beats the two passes of the eager kernel. Ranks -> bytes of
+# a rank's part; for other numbers of ranks the entry of the next smaller one.
+_ONE_SHOT_BYTES = {2: 2 << 20, 4: 256 << 10, 8: 64 << 10, 16: 16 << 10}
+
+
+def measured_path() -> Path:
+    """Where ``fcoll calibrate`` keeps what it has measured of one-shot on this machine."""
+    return machine_dir() / "one_shot.json"
+
+
+def _one_shot_bytes() -> dict[int, int]:
+    path = measured_path()
+    measured = json.loads(path.read_text()) if path.is_file() else {}
+    return _ONE_SHOT_BYTES | {int(ranks): limit for ranks, limit in measured.items()}
+
+
+@dataclass
+class Config:
+    """What ``inductor_ext`` does to collectives; read when a graph is compiled.
+
+    >>> with inductor_ext.config.patch(form="opaque"):
+    ...     inductor_ext.config.form
+    'opaque'
+    """
+
+    #: The most that is done: "fused", "opaque" or "kernel".
+    form: str = field(default_factory=lambda: os.environ.get("INDUCTOR_EXT_FORM", "fused"))
+    #: Ranks -> the largest part in bytes that is read in place by every peer. Defaults, or what
+    #: ``fcoll calibrate`` has measured.
+    one_shot_bytes: dict[int, int] = field(default_factory=_one_shot_bytes)
+    #: All-reduces that are next to each other and not larger than this are sent as one.
+    merge_bytes: int = 32 << 10
+    #: Work between a start and its wait that is worth a call of its own for each: a matmul, or
+    #: a result of this many bytes.
+    split_bytes: int = 256 << 10
+    #: Move the start of a collective up and its wait down where that costs no memory.
+    overlap: bool = True
+    #: Say on stderr what was done to each collective, and why not more. INDUCTOR_EXT_LOG=1.
+    log: bool = field(default_factory=lambda: os.environ.get("INDUCTOR_EXT_LOG", "0") == "1")
+
+    def one_shot_limit(self, n: int) -> int:
+        """The largest part in bytes that n ranks read from each other in place."""
+        sizes = [size for ranks, size in sorted(self.one_shot_bytes.items()) if ranks <= n]
+        return sizes[-1] if sizes else 0
+
+    def key(self) -> str:
+        """All of it that decides what is generated, for caches."""
+        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "log"])
+
+    @contextmanager
+    def patch(self, **changes: Any) -> Iterator[None]:
+        """With some settings changed."""
+        before = {name: getattr(self, name) for name in changes}
+        try:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+
+config = Config()

@@ -1,0 +1,106 @@
+"""What was made of the collectives of the graphs that are loaded in this process.
+
+Every collective writes a line about itself into the code that is generated for it, so that a graph
+from a cache can be asked as well as one that was compiled just now.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from fcoll.collectives import row_of
+from inductor_ext._torch import loaded_graphs
+from inductor_ext.places import users_line
+
+_MARK = " fcoll: "  # after what begins a comment, "#" or "//"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One collective of a compiled graph."""
+
+    op: str
+    group: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    bytes: int | None  # of the argument; None if it is not known before the graph runs
+    form: str
+    why: str  # it is not a better one
+    source: str
+    kernel: str = ""  # that reads the parts, where the form is read in place
+    code: str = ""  # the file of the graph
+
+
+def note(node: torch.fx.Node) -> str:
+    """What the code that is generated for a collective says of it, in a comment."""
+    row = row_of(node.target)
+    x = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else torch.empty(0)
+    size = x.numel() * x.element_size()
+    named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore
+    facts = Lowered(
+        op=row.name if row else str(node.target),
+        group=named.get("group_name", ""),
+        shape=tuple(s if isinstance(s, int) else str(s) for s in x.shape),
+        dtype=str(x.dtype).removeprefix("torch."),
+        bytes=size if isinstance(size, int) else None,
+        form=node.meta.get("fcoll_form", "kernel"),
+        why=node.meta.get("fcoll_why", ""),
+        source=users_line(node),
+    )
+    return _MARK + json.dumps(asdict(facts))
+
+
+def report() -> list[Lowered]:
+    """Every collective of the compiled graphs that are loaded, in their order.
+
+    ``print(inductor_ext.table())`` shows them.
+    """
+    return [entry for file in loaded_graphs() for entry in _entries(file)]
+
+
+def _entries(file: Path) -> list[Lowered]:
+    lines = [line.strip() for line in file.read_text().splitlines()]
+    found = []
+    for i, line in enumerate(lines):
+        _, mark, facts_json = line.partition(_MARK)
+        if mark and line.startswith(("#", "//")):
+            facts = json.loads(facts_json)
+            facts["shape"] = tuple(facts["shape"])
+            facts.update(kernel=_reader(lines[i:]), code=str(file))
+            found.append(Lowered(**facts))
+    return found
+
+
+def _reader(lines: list[str]) -> str:
+    """The kernel that is called with the parts which the next line, or the next collect, gives."""
+    assigned = re.match(r"(\w+) = .*\.(meet|announce)\(", next(iter(lines[1:]), ""))
+    if not assigned:
+        return ""
+    whole = assigned[1]
+    if assigned[2] == "announce":
+        of_token = re.compile(rf"(\w+) = .*collect\({whole}\b")
+        taken = next((m[1] for m in map(of_token.match, lines) if m), None)
+        if taken is None:
+            return ""
+        whole = taken
+    parts = [m[1] for line in lines if (m := re.match(rf"(\w+) = {whole}\[\d+\]", line))]
+    uses = re.compile(rf"(\w*fused\w*)\(.*\b({'|'.join(parts)})\b") if parts else None
+    return next((m[1] for line in lines if uses and (m := uses.match(line))), "")
+
+
+def table(entries: list[Lowered] | None = None) -> str:
+    """The report for people, a line for each collective."""
+    rows = [("collective", "bytes", "group", "form", "read by / why not", "at")]
+    for e in report() if entries is None else entries:
+        size = "?" if e.bytes is None else str(e.bytes)
+        rows.append((e.op, size, e.group, e.form, e.kernel or e.why, e.source))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
