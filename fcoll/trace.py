@@ -1,0 +1,278 @@
+"""A step of a program, run once without data: every op and every collective that it issues."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from traceback import walk_tb
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils._pytree import tree_iter, tree_map
+
+from fcoll.errors import BadOption, DataDependent
+from fcoll.fake_world import current_axes
+from fcoll.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.tracing import _torch
+from fcoll.tracing.compiled import compiled
+from fcoll.tracing.fakes import Found, faked, reachable
+from fcoll.tracing.issued import Issued, collectives_of
+from fcoll.tracing.recorder import Recorder, parts_of
+from fcoll.where import is_library, show
+
+MODES = ("joint", "compiled", "forward")
+
+
+class Trace:
+    """What one rank's step does: a graph, and the collectives in the order of their issue.
+
+    ``print(trace)`` shows a table. In ``graph_module`` the ops are in the order in which they ran,
+    writes in place included; each node's ``meta["origin"]`` says who asked for it. A trace read
+    from JSON has no graph, only collectives and steps.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule | None,
+        collectives: tuple[Issued, ...],
+        rank: int,
+        mesh: dict[str, int],
+        steps: tuple[Step, ...] | None = None,
+    ) -> None:
+        self.graph_module = graph_module
+        self.collectives = collectives
+        self.rank = rank
+        self.mesh = mesh
+        if steps is not None:
+            self.steps = steps
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The graph as a timeline and a scheduler see it."""
+        assert self.graph_module is not None
+        return steps_of(self.graph_module, self.collectives)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """The memory of what the step is given: parameters, optimizer states, batch."""
+        return input_bytes(self.graph_module) if self.graph_module is not None else 0
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The values of symbolic sizes in this trace: {"s0": 128}."""
+        return sizes_of(self.graph_module) if self.graph_module is not None else {}
+
+    def to_json(self) -> str:
+        """The trace without its graph, as text."""
+        plain: dict[str, Any] = {"rank": self.rank, "mesh": self.mesh}
+        plain |= {"input_bytes": self.input_bytes, "sizes": self.sizes}
+        rows = {"collectives": self.collectives, "steps": self.steps}
+        lists = {key: [vars(row) for row in value] for key, value in rows.items()}
+        return json.dumps({**plain, **lists}, default=_expression_to_json)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        data = json.loads(text, object_hook=_expression_from_json)
+        collectives = tuple(_restored(Issued, row) for row in data["collectives"])
+        steps = tuple(_restored(Step, row) for row in data["steps"])
+        made = cls(None, collectives, data["rank"], data["mesh"], steps)
+        made.input_bytes, made.sizes = data["input_bytes"], data["sizes"]
+        return made
+
+    def diff(self, other: Trace) -> Diff:
+        """What the other trace issues that this one does not, and the other way round."""
+        mine, theirs = Counter(map(_key, self.collectives)), Counter(map(_key, other.collectives))
+        return Diff(
+            removed=_surplus(self.collectives, mine - theirs),
+            added=_surplus(other.collectives, theirs - mine),
+            same_order=[*map(_key, self.collectives)] == [*map(_key, other.collectives)],
+        )
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items()) or "no mesh"
+        head = f"rank {self.rank} of {mesh}: {len(self.collectives)} collectives"
+        return "\n".join([head, *_table(self.collectives)])
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.collectives)} collectives, rank={self.rank}, mesh={self.mesh})"
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two traces compared by op, axis, size, phase and module; lines may move."""
+
+    removed: tuple[Issued, ...]
+    added: tuple[Issued, ...]
+    same_order: bool
+
+    @property
+    def same(self) -> bool:
+        return self.same_order and not self.removed and not self.added
+
+    def __str__(self) -> str:
+        if self.same:
+            return "the same collectives in the same order"
+        if not self.removed and not self.added:
+            return "the same collectives in another order"
+        lines = [f"- {line}" for line in _table(self.removed)[1:]]
+        return "\n".join([*lines, *(f"+ {line}" for line in _table(self.added)[1:])])
+
+
+def _key(c: Issued) -> tuple[Any, ...]:
+    return c.op, c.axis, c.n, c.shapes, c.dtypes, repr(c.args), c.phase, c.module
+
+
+def _surplus(collectives: tuple[Issued, ...], counts: Counter[Any]) -> tuple[Issued, ...]:
+    left, found = Counter(counts), []
+    for c in collectives:
+        if left[_key(c)] > 0:
+            left[_key(c)] -= 1
+            found.append(c)
+    return tuple(found)
+
+
+_HEAD = ("count", "collective", "axis", "n", "each", "dtype", "phase", "source", "module")
+
+
+def _table(collectives: Iterable[Issued]) -> list[str]:
+    """A line for all that the same source line issues alike, in order of first issue."""
+    groups: dict[Any, list[Issued]] = {}
+    for c in collectives:
+        groups.setdefault((c.phase, c.op, c.axis, c.n, c.bytes, c.dtypes, c.source), []).append(c)
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for (phase, op, axis, n, size, dtypes, source), same in groups.items():
+        modules = {re.sub(r"\b(?<!\w)\d+\b", "*", c.module) for c in same}
+        module = modules.pop() if len(modules) == 1 else f"{len(modules)} modules"
+        kinds = ", ".join(dict.fromkeys(dtypes))
+        cells = (len(same), op, axis or same[0].group, n, human(size), kinds, phase)
+        rows.append(tuple(map(str, (*cells, source, module))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = {0, 3, 4}
+    return [
+        "  ".join(
+            x.rjust(w) if i in right else x.ljust(w)
+            for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def human(size: Any) -> str:
+    """Bytes for people; an expression as it is.
+
+    >>> human(67108864), human(700)
+    ('64 MiB', '700 B')
+    """
+    if not isinstance(size, int):
+        return str(size)
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return (
+                f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
+            )
+    return f"{size} B"
+
+
+def _expression_to_json(x: Any) -> Any:
+    return {"expression": str(x)}
+
+
+def _expression_from_json(x: dict[str, Any]) -> Any:
+    return sympy.sympify(x["expression"]) if x.keys() == {"expression"} else x
+
+
+def _restored(cls: Any, row: dict[str, Any]) -> Any:
+    """A dataclass from its JSON: lists are tuples again, but for those among the arguments."""
+    return cls(**{k: _tuples(v) if k != "args" else v for k, v in row.items()})
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
+def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any) -> Trace:
+    """Run a module or function once on fake tensors and write down what it does.
+
+    ``mode="joint"`` is the whole step: the forward pass, the backward pass (of the sum of the
+    results, if ``fn`` does not run one itself) and the optimizer, if ``fn`` calls one. "forward"
+    leaves out the backward pass that ``fn`` does not run itself. "compiled" is the step as
+    torch.compile makes it: AOTAutograd's graphs one after the other, without in-place ops; what
+    runs between them (where Dynamo breaks the graph) is not in it.
+
+    Tensors may be real, fake or on the meta device: nothing is computed and nothing large is
+    allocated. Parameters, gradients and optimizer states are afterwards what they were.
+
+    >>> with fcoll.fake_world(tp=4) as mesh:
+    ...     t = fcoll.trace(lambda x: fcoll.all_reduce(x, "sum", mesh), torch.ones(8))
+    >>> [(c.op, c.axis, c.n, c.bytes) for c in t.collectives]
+    [('all_reduce', 'tp', 4, 32)]
+    """
+    if mode not in MODES:
+        raise BadOption(op="trace", arg="mode", value=mode, known=MODES)
+    found = reachable(fn, args, kwargs)
+    caller = sys._getframe(1)
+    fake = None if mode == "compiled" else _fake_mode(found)
+    with faked(found, fake) as copies, fake or nullcontext():
+        args, kwargs = tree_map(
+            lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        tensors = [(copies.get(id(x), x), name) for x, name in found.tensors.values()]
+        recorder = Recorder(_names(tensors), found.modules, caller, fake)
+        try:
+            out = _run(fn, args, kwargs, mode, recorder)
+        except _torch.NO_VALUE as error:
+            sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+            mine = [site for site in sites if not is_library(site[0])]
+            raise DataDependent(line=show(mine[-1])) from None
+        leaves = [*tree_iter(out), *(x.grad for x, _ in tensors if x.is_leaf)]
+        outputs = [y for x in leaves if isinstance(x, Tensor) for y in parts_of(x)]
+        graph_module = recorder.finish(outputs)
+    here = caller.f_code.co_filename, caller.f_lineno
+    collectives = collectives_of(graph_module, (here,))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Trace(graph_module, collectives, rank, current_axes())
+
+
+def _fake_mode(found: Found) -> Any:
+    """That of the program's fake tensors, if it has any."""
+    return _torch.detect_fake_mode([x for x, _ in found.tensors.values()]) or _torch.fake_mode()
+
+
+def _run(fn: Any, args: Any, kwargs: Any, mode: str, recorder: Recorder) -> Any:
+    """Run the program in a mode, recording."""
+    if mode == "compiled":
+        recorder.by_memory = True
+        with warnings.catch_warnings():
+            # Dynamo looks at the loss's .grad where it resumes after the backward pass
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            out = compiled(fn, recorder)(*args, **kwargs)
+            _backward(out)
+        return out
+    with recorder.listening():
+        out = fn(*args, **kwargs)
+        if mode == "joint":
+            _backward(out)
+    return out
+
+
+def _names(tensors: Any) -> dict[int, str]:
+    return {id(part): name for x, name in tensors for part in parts_of(x)}
+
+
+def _backward(out: Any) -> None:
+    """Run the backward pass of all results that have one."""
+    results = [x for x in tree_iter(out) if isinstance(x, Tensor) and x.grad_fn is not None]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in results]
+    losses = [x if x.dim() == 0 else x.sum() for x in local if x.is_floating_point()]
+    if losses:
+        torch.autograd.backward(losses)

@@ -1,0 +1,1 @@
+"""What a trace is made with: fake worlds, fake copies of tensors, a recorder of dispatched ops."""

@@ -1,0 +1,300 @@
+"""The private torch APIs that tracing uses. Tested with torch 2.13.0; each says what it is for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor.debug as dtensor_debug
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_iter
+
+from fcoll._torch import op_name as op_name
+from fcoll._torch import size_expr as size_expr
+from fcoll._torch import size_hint as size_hint
+
+# -- worlds ---
+
+# The tables that torch.distributed keeps its groups in.
+_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+)
+
+
+@contextmanager
+def fresh_world() -> Iterator[None]:
+    """torch.distributed as in a new process; what was there comes back at the end."""
+    world = c10d._world
+    tables = {name: getattr(c10d, name) for name in _TABLES}
+    count, default, state = c10d._group_count, world.default_pg, dict(vars(world))
+    names = dict(c10d._pg_names)
+    _register(names, on=False)
+    vars(c10d).update({name: {} for name in _TABLES}, _group_count=0)
+    world._pg_coalesce_state, world._comms = {}, []
+    c10d._update_default_pg(None)
+    _forget_meshes()
+    try:
+        yield
+    finally:
+        _register(dict(c10d._pg_names), on=False)
+        vars(c10d).update(tables, _group_count=count)
+        c10d._update_default_pg(default)
+        vars(world).update(state)
+        _register(names, on=True)
+        _forget_meshes()
+
+
+def _register(names: dict[dist.ProcessGroup, str], on: bool) -> None:
+    for pg, name in names.items():
+        if on:
+            c10d._register_process_group(name, pg)
+        else:
+            c10d._unregister_process_group(name)
+
+
+def _forget_meshes() -> None:
+    """DTensor's caches hold meshes, equal meshes of other ranks are equal keys: forget them."""
+    dtensor_debug._clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:
+    """A group that communicates nothing. The first one made is the default group."""
+    default = c10d._world.default_pg is None
+    pg, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        [] if default else list(ranks),
+        c10d.Backend("fake"),
+        FakeStore(),
+        c10d.GroupName(name),
+        timeout=timedelta(minutes=1),
+        group_desc=desc,
+    )
+    c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks)}
+    if default:
+        c10d._update_default_pg(pg)
+    return pg
+
+
+def mesh_of_groups(
+    ranks: torch.Tensor, axes: tuple[str, ...], groups: list[dist.ProcessGroup], device: str
+) -> DeviceMesh:
+    """The mesh whose axes have these groups. Made so, it takes no time for each other group."""
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)
+
+
+# -- running under fake tensors ---
+
+
+def fake_mode() -> Any:
+    """Sizes are as they are; a value taken from a tensor is a symbol, as its size may be."""
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+
+
+#: What asking for a value that a trace does not have raises.
+NO_VALUE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def with_hooks_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y, with the hooks that run when x has its gradient."""
+    for hook in (x._backward_hooks or {}).values():
+        y.register_hook(hook)
+    for hook in (x._post_accumulate_grad_hooks or {}).values():
+        y.register_post_accumulate_grad_hook(hook)
+    return y
+
+
+@contextmanager
+def around_sharding_propagation(pause: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter pause() whenever DTensor runs ops on whole-sized tensors only to learn shapes."""
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        with pause():
+            return original(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = paused
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """What a mesh computes of its ranks while a step is traced (``mesh["tp"]``) has values."""
+    slices, ranks = DeviceMesh.__getitem__, DeviceMesh.mesh
+
+    def real(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def outside(*args: Any) -> Any:
+            with _disable_current_modes():
+                return fn(*args)
+
+        return outside
+
+    DeviceMesh.__getitem__ = real(slices)  # type: ignore[method-assign]
+    DeviceMesh.mesh = property(real(ranks.fget))  # type: ignore[assignment, attr-defined]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__, DeviceMesh.mesh = slices, ranks  # type: ignore[method-assign]
+
+
+# -- where the autograd engine is ---
+
+#: The frame below which Python runs on behalf of the engine.
+ENGINE_CODE = _engine_run_backward.__code__
+
+#: The frame of a module's call, hooks and all.
+MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
+
+
+def sequence_nr() -> int:
+    """The number of the newest node of the autograd graph."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def running_node() -> Any:
+    """The autograd node that is being run, None outside the backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    return node._sequence_nr()
+
+
+def accumulates_into(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node of the backward pass adds to, if it is such a node."""
+    return getattr(node, "variable", None)
+
+
+# -- graphs ---
+
+
+def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """One that is compiled when it is first called or printed: 13,000 nodes take 2 s."""
+    return _LazyGraphModule({}, graph)
+
+
+# -- torch.compile ---
+
+
+def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of torch.compile that splits graphs as Inductor does and gives them to these."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=forward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+
+def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(fn)
+
+
+# -- ops ---
+
+
+@functools.cache
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """The op in terms of others if it is but a name for them (linear, in inference mode)."""
+    return op.decompose if op._can_decompose() else None
+
+
+def call_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name; the dispatcher leaves out those that have their default."""
+    named = {a.name: a.default_value for a in op._schema.arguments}
+    named.update(zip(named, args, strict=False))
+    named.update(kwargs)
+    return named
+
+
+@functools.cache
+def writes(op: Any) -> bool:
+    """Does it write to an argument, or complete one?"""
+    return op._schema.is_mutable or op is torch.ops._c10d_functional.wait_tensor.default
+
+
+def expression(x: Any) -> Any:
+    """The sympy expression of a number that is known only in a run; anything else as it is."""
+    return x.node.expr if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else x
+
+
+def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes to, or completes: what a wait is for."""
+    values = call_arguments(op, args, kwargs)
+    named = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    if op is torch.ops._c10d_functional.wait_tensor.default:
+        named = [op._schema.arguments[0].name]
+    return [x for x in tree_iter([values[name] for name in named]) if isinstance(x, torch.Tensor)]
+
+
+def group_instance(group_name: str) -> int:
+    """Which of the groups with the same ranks it is, in the order in which they were made."""
+    pg = c10d._resolve_process_group(group_name)
+    ranks = c10d._world.pg_group_ranks
+    alike = [other for other in ranks if ranks[other] == ranks[pg]]
+    return alike.index(pg)
+
+
+def boxed_group(group: Any) -> tuple[str, int]:
+    """Name and size of a group as the ops of c10d take it."""
+    pg = dist.ProcessGroup.unbox(group)
+    return pg.group_name, pg.size()
+
+
+def boxed_reduce_op(op: Any) -> str:
+    """The name of a reduce op as the ops of c10d take it."""
+    names = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+    return names[int(op.op())].lower()
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Tensors with the same one share memory, as long as one of them lives."""
+    return x.untyped_storage()._cdata
+
+
+def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensor objects that are the same view of the same memory have in common."""
+    return storage_id(x), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype

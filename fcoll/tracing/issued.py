@@ -1,0 +1,132 @@
+"""A graph -> the collectives that it issues, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_iter
+
+from fcoll.collectives import COLLECTIVES, Collective, row_of
+from fcoll.tracing import _torch
+from fcoll.tracing.recorder import Frames
+from fcoll.where import show
+
+
+@dataclass(frozen=True)
+class Issued:
+    """One collective that a step issues."""
+
+    id: int  # position in the order of issue
+    op: str  # the row's name
+    target: str  # the op as it was called, "_c10d_functional::all_reduce"
+    group: str  # the process group's name
+    axis: str | None  # the mesh axis that the group spans
+    ranks: tuple[int, ...]  # its global ranks
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that go in
+    dtypes: tuple[str, ...]
+    bytes: int  # the larger of what goes in and what comes out
+    args: dict[str, Any]  # the other arguments, by name
+    phase: str  # "fwd", "bwd" or "opt"
+    source: str  # the user's line, "model.py:31"
+    module: str  # "layers.0.attention.wo"
+    start: str  # names of nodes in the graph
+    wait: str | None
+    stack: tuple[str, ...] = field(default=(), repr=False)  # the user's lines, innermost last
+    instance: int = 0  # which of the groups with these ranks, in the order they were made
+
+    @property
+    def n(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def row(self) -> Collective:
+        return COLLECTIVES[self.op]
+
+    @property
+    def wire_bytes(self) -> Any:
+        """The bytes that each rank sends."""
+        return self.row.wire_bytes(self.n, self.bytes)
+
+
+def collectives_of(graph_module: fx.GraphModule, here: Frames = ()) -> tuple[Issued, ...]:
+    """The collectives of a recorded graph; ``here`` is where those without a line are from."""
+    starts = filter(is_start, graph_module.graph.nodes)
+    return tuple(_issued(i, node, here) for i, node in enumerate(starts))
+
+
+def is_start(node: fx.Node) -> bool:
+    return node.op == "call_function" and row_of(node.target) is not None and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    row = row_of(node.target) if node.op == "call_function" else None
+    return row is not None and row.name == "wait_tensor"
+
+
+def start_of(wait: fx.Node) -> fx.Node | None:
+    """The collective that a wait is for, through the elements of a list; None if it is outside."""
+    node = wait.args[0]
+    while isinstance(node, fx.Node) and (node.target is getitem or is_wait(node)):
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and is_start(node) else None
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective's results, through the elements of a list."""
+    found = []
+    for user in start.users:
+        if is_wait(user):
+            found.append(user)
+        elif user.target is getitem:
+            found.extend(waits_of(user))
+    return found
+
+
+def _issued(id: int, node: fx.Node, here: Frames) -> Issued:
+    row = row_of(node.target)
+    assert row is not None
+    tensors: list[Tensor] = []
+    others: dict[str, Any] = {}
+    for name, value in _torch.call_arguments(node.target, node.args, node.kwargs).items():
+        nodes = [x for x in tree_iter(value) if isinstance(x, fx.Node)]
+        if name != "out":
+            tensors.extend(x.meta["val"] for x in nodes)
+        if not nodes and name != "group_name":
+            others[name] = value
+    results = [x for x in tree_iter(node.meta.get("val")) if isinstance(x, Tensor)]
+    origin, (group, instance) = node.meta["origin"], node.meta["group"]
+    frames = origin.frames or here
+    waits = waits_of(node)
+    return Issued(
+        id=id,
+        op=row.name,
+        target=_torch.op_name(node.target),
+        group=group.name,
+        axis=group.axis,
+        ranks=group.ranks,
+        shapes=tuple(tuple(map(_torch.size_expr, x.shape)) for x in tensors),
+        dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in tensors),
+        bytes=_larger(_bytes(tensors), _bytes(results)),
+        args=others,
+        phase=origin.phase,
+        source=show(frames[-1]) if frames else "",
+        module=origin.module,
+        start=node.name,
+        wait=waits[0].name if waits else None,
+        stack=tuple(map(show, frames)),
+        instance=instance,
+    )
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """By the values that symbolic sizes have in this trace; the first if they have none."""
+    hints = _torch.size_hint(a), _torch.size_hint(b)
+    known = all(isinstance(hint, int) for hint in hints)
+    return _torch.size_expr(b if known and hints[1] > hints[0] else a)
+
+
+def _bytes(tensors: list[Tensor]) -> Any:
+    return sum(x.numel() * x.element_size() for x in tensors)
