@@ -1,0 +1,190 @@
+"""Do all ranks of a program issue collectives that match? Found out before it runs.
+
+The program is traced for each rank, or for ranks that stand for the others. Then three proofs:
+on every group all members make the same calls in the same order, every send meets a receive that
+fits, and no ranks wait for one another in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fcoll.errors import BadMesh, FcollError
+from fcoll.fake_world import fake_world
+from fcoll.proofs import Program, describe, no_deadlock, same_calls, transfers_meet
+from fcoll.trace import Issued, Trace, trace
+from fcoll.tracing.issued import is_start, is_wait, start_of, waits_of
+
+Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
+EVERY_RANK_UP_TO = 16  # ranks; more are represented
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is no mismatch but is most likely a mistake."""
+
+    rank: int
+    call: Issued
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {describe(self.call)} {self.what}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was proved, and for which ranks. ``ok`` says that there is nothing else to report."""
+
+    mesh: dict[str, int]
+    ranks_traced: tuple[int, ...]
+    groups: int  # that were compared
+    calls: int  # of all traced ranks
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        world, traced = prod(self.mesh.values()), len(self.ranks_traced)
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
+        who = f"all {world} ranks" if traced == world else f"{traced} of {world} ranks"
+        lines = [
+            f"{'ok' if self.ok else 'found'}: {who} of {mesh} traced, {self.calls} collectives on "
+            f"{self.groups} groups match, every send meets its receive, no deadlock"
+        ]
+        if traced < world:
+            lines.append(
+                f"traced: {', '.join(map(str, self.ranks_traced))}; the others are taken to do as "
+                "those first, second, in the middle and last along each axis"
+            )
+        return "\n".join([*lines, *map(str, self.findings)])
+
+
+def check(
+    build: Build,
+    mesh: Mapping[str, int],
+    *,
+    mode: str = "joint",
+    ranks: Iterable[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Checked:
+    """Prove that a program's collectives match on all ranks, or raise CollectiveMismatch.
+
+    ``build(mesh)`` gives ``(fn, args)`` for the rank that the mesh is of. Up to 16 ranks are all
+    traced, of more those that stand for the others: the first and last along every axis, and along
+    each axis the second and the middle one; and whoever they exchange messages with. ``ranks``
+    names others. ``progress(done, of)`` is called after every trace.
+
+    >>> def build(mesh):
+    ...     return lambda x: fcoll.all_reduce(x, "sum", mesh), (torch.ones(mesh.get_rank() + 1),)
+    >>> fcoll.check(build, mesh={"tp": 2})  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    fcoll.errors.CheckMismatch: on the group "tp" of ranks 0, 1: the shape differs
+    """
+    axes: dict[str, Any] = dict(mesh)
+    size = prod(axes.values())
+    chosen = sorted(set(ranks)) if ranks is not None else representatives(axes)
+    for rank in chosen:
+        if not 0 <= rank < size:
+            raise BadMesh(what=f"rank {rank} of {size}", hint="Ranks count from 0.")
+    programs: dict[int, Program] = {}
+    todo = list(chosen)
+    while todo:
+        rank = todo.pop(0)
+        programs[rank] = program = _program(build, axes, rank, mode)
+        todo += [r for r in program.peers() if r not in programs and r not in todo]
+        if progress is not None:
+            progress(len(programs), len(programs) + len(todo))
+    groups = same_calls(programs)
+    transfers_meet(programs)
+    no_deadlock(programs)
+    return Checked(
+        mesh=axes,
+        ranks_traced=tuple(sorted(programs)),
+        groups=groups,
+        calls=sum(len(p.calls) for p in programs.values()),
+        findings=tuple(f for _, p in sorted(programs.items()) for f in p.findings),
+    )
+
+
+def representatives(axes: Mapping[str, int]) -> list[int]:
+    """The ranks to trace: all of a few, of many the corners of the mesh and, along each axis, the
+    second and the middle one.
+
+    >>> representatives({"dp": 128, "tp": 8})
+    [0, 1, 4, 7, 8, 512, 1016, 1023]
+    """
+    sizes = list(axes.values())
+    if prod(sizes) <= EVERY_RANK_UP_TO:
+        return list(range(prod(sizes)))
+    corners = set(itertools.product(*({0, n - 1} for n in sizes)))
+    for i, n in enumerate(sizes):
+        for place in {1, n // 2} if n > 1 else ():
+            corners.add((*[0] * i, place, *[0] * (len(sizes) - i - 1)))
+    strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return sorted(sum(c * s for c, s in zip(corner, strides, strict=True)) for corner in corners)
+
+
+# -- what a rank does ---
+
+
+def _program(build: Build, axes: dict[str, Any], rank: int, mode: str) -> Program:
+    try:
+        with fake_world(**axes, rank=rank) as mesh:
+            fn, args = build(mesh)
+            traced = trace(fn, *args, mode=mode)
+    except FcollError as error:
+        error.rank = rank
+        error.add_note(f"while tracing rank {rank} of {axes}")
+        raise
+    return Program(rank, traced.collectives, _events(traced), tuple(_findings(traced)))
+
+
+def _events(traced: Trace) -> tuple[tuple[str, int], ...]:
+    assert traced.graph_module is not None
+    ids = {c.start: c.id for c in traced.collectives}
+    events = []
+    for node in traced.graph_module.graph.nodes:
+        if is_start(node):
+            events.append(("start", ids[node.name]))
+        elif is_wait(node) and (start := start_of(node)) is not None:
+            events.append(("wait", ids[start.name]))
+    return tuple(events)
+
+
+def _findings(traced: Trace) -> Iterator[Finding]:
+    """Collectives that nobody waits for, and results that nobody uses."""
+    assert traced.graph_module is not None
+    calls = {c.start: c for c in traced.collectives}
+    for node in filter(is_start, traced.graph_module.graph.nodes):
+        call = calls[node.name]
+        waits = waits_of(node)
+        others = [user for user in node.users if user not in waits]
+        if call.n == 1:
+            continue
+        if not waits and not others and not call.row.mutates:
+            yield Finding(traced.rank, call, "is never waited for")
+        elif not waits and not _through_items(others):
+            yield Finding(traced.rank, call, "is used without a wait")
+        elif not call.row.side_effect and not call.row.mutates and not _used(node):
+            yield Finding(traced.rank, call, "gives a result that nobody uses")
+
+
+def _through_items(users: list[Any]) -> bool:
+    return any(waits_of(user) for user in users)
+
+
+def _used(start: Any) -> bool:
+    """Does anything but waits, and parts of lists, take the result?"""
+    users = list(start.users)
+    while users:
+        user = users.pop()
+        if not is_wait(user) and getattr(user.target, "__name__", "") != "getitem":
+            return True
+        users.extend(user.users)
+    return False
