@@ -1,0 +1,75 @@
+"""Is the cost model right on this machine? Predicted against measured, 20 collectives on 2 ranks.
+
+The machine is measured first, as `fcoll calibrate` does (--machine local takes what that wrote),
+then collectives of sizes that calibration did not try are run and compared. Both are medians of
+the least disturbed of passes spread over the run: the cores of a virtual machine are near to each
+other now and far then, and other programs come and go.
+
+python benchmarks/cost_model.py [--machine local]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+import fcoll
+from fcoll.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
+from fcoll.collectives import COLLECTIVES
+from fcoll.cost import Machine, collective_us, ring
+
+SIZES = (1 << 10, 24 << 10, 640 << 10, 12 << 20)
+BAR = 0.30
+
+
+def measure(path: str) -> None:
+    samples: dict[str, list[Sample]] = {}
+    for _ in range(PASSES):
+        for op in CALLS:
+            for size in SIZES:
+                samples.setdefault(f"{op} {size}", []).append(call_us(op, size))
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps({k: typical(v) for k, v in samples.items()}))
+
+
+def compare(machine: Machine, measured: dict[str, float]) -> float:
+    """Print the table; the median of the errors."""
+    head = f"{'collective':24} {'bytes':>9} {'measured':>10} {'predicted':>10} {'error':>7}"
+    print(f"{head}  by one link")
+    errors, plain = [], []
+    for op in CALLS:
+        for size in SIZES:
+            us = measured[f"{op} {size}"]
+            predicted = float(collective_us(op, 2, size, machine))
+            by_link = float(ring(COLLECTIVES[op], 2, size, machine.intra))
+            errors.append(abs(predicted - us) / us)
+            plain.append(abs(by_link - us) / us)
+            times = f"{us:>8.1f}us {predicted:>8.1f}us {errors[-1]:>7.0%}"
+            print(f"{op:24} {size:>9} {times} {by_link:>9.1f}us")
+    error = statistics.median(errors)
+    print(f"\nmedian error {error:.0%} (bar: {BAR:.0%})")
+    print(f"by a ring with one latency and one bandwidth for all: {statistics.median(plain):.0%}")
+    return error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", help="a measured machine instead of measuring now")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        machine = (
+            Machine.of(args.machine)
+            if args.machine
+            else calibrate(2, Path(folder) / "local.toml", quiet=True)
+        )
+        fcoll.launch(measure, str(found), world_size=2)
+        measured = json.loads(found.read_text())
+    return 0 if compare(machine, measured) <= BAR else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""A timeline as Chrome trace events, for ui.perfetto.dev: a track a stream, an arrow from each
+collective to the point where compute needs it, and the memory as a counter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fcoll.schedule.timeline import Span, Timeline
+
+
+def render(line: Timeline, other: Timeline | None = None) -> str:
+    """The JSON text. ``other``, the step afterwards, is a second process of the trace."""
+    events = _events(line, 0, "step" if other is None else "before")
+    if other is not None:
+        events += _events(other, 1, "after")
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _events(line: Timeline, pid: int, title: str) -> list[dict[str, Any]]:
+    tids = {stream: i for i, stream in enumerate(line.streams)}
+    name = f"{title}, rank {line.rank} on {line.machine.name}"
+    events = [_named("process_name", pid, 0, name)]
+    for stream, tid in tids.items():
+        events.append(_named("thread_name", pid, tid, stream))
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid}
+            | {"args": {"sort_index": tid}}
+        )
+    events += [_slice(line, span, pid, tids[span.stream]) for span in line.spans]
+    events += [_blocked(line, span, pid) for span in line.blocked]
+    for span in line.spans:
+        if span.collective is not None and span.collective in line.waited_us:
+            events += _arrow(line, span, pid, tids[span.stream])
+    return events + [
+        {"ph": "C", "name": "memory", "pid": pid, "ts": _us(us), "args": {"bytes": nbytes}}
+        for us, nbytes in line.memory
+    ]
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(value: float) -> float:
+    return round(value, 3)
+
+
+def _slice(line: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]:
+    step = line.by_step[span.step]
+    args: dict[str, Any] = {"node": step.name, "module": step.module, "source": step.source}
+    if span.collective is None:
+        args |= {"flops": str(step.flops), "read": str(step.read_bytes)}
+        args |= {"written": str(step.write_bytes), "kernel": step.fused_with or step.name}
+    else:
+        c = line.issued[span.collective]
+        args |= {"group": c.group, "ranks": len(c.ranks), "bytes": str(c.bytes)}
+        args |= {"exposed_us": _us(line.exposed_us[c.id]), "hidden_us": _us(line.hidden_us[c.id])}
+    return _complete(step.op, step.phase, span, pid, tid, args)
+
+
+def _blocked(line: Timeline, span: Span, pid: int) -> dict[str, Any]:
+    assert span.collective is not None
+    c = line.issued[span.collective]
+    args = {"source": c.source, "node": c.start}
+    return _complete(f"blocked by {c.op}", "exposed", span, pid, 0, args)
+
+
+def _complete(
+    name: str, category: str, span: Span, pid: int, tid: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    # From the rounded ends, so that neighbours never overlap by a rounding.
+    start, end = _us(span.start_us), _us(span.end_us)
+    times = {"ts": start, "dur": _us(end - start)}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def _arrow(line: Timeline, span: Span, pid: int, tid: int) -> list[dict[str, Any]]:
+    """From the collective to the wait. An end binds to the slice that encloses it or comes next."""
+    assert span.collective is not None
+    flow = {"name": "wait", "cat": "wait", "id": pid * 1_000_000 + span.collective, "pid": pid}
+    waited = _us(line.waited_us[span.collective])
+    return [
+        {"ph": "s", "tid": tid, "ts": _us(span.start_us), **flow},
+        {"ph": "f", "tid": 0, "ts": max(waited, _us(span.start_us)), **flow},
+    ]

@@ -1,0 +1,120 @@
+"""What all renderers show: collectives that are alike added up, the verdict, and units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fcoll.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one op, axis, source line and phase, added up."""
+
+    op: str
+    axis: str
+    n: int
+    source: str
+    phase: str
+    count: int
+    bytes: int
+    wire_bytes: float
+    us: float
+    exposed_us: float
+    ids: tuple[int, ...]
+
+    @property
+    def hidden_us(self) -> float:
+        return self.us - self.exposed_us
+
+
+def rows(line: Timeline) -> list[Row]:
+    """The collectives by (op, axis, source line, phase), the most exposed first."""
+    alike: dict[tuple[Any, ...], list[Any]] = {}
+    for c in line.collectives:
+        alike.setdefault((c.op, c.axis or c.group, len(c.ranks), c.source, c.phase), []).append(c)
+    made = []
+    for (op, axis, n, source, phase), found in alike.items():
+        exposed = sum(line.exposed_us.get(c.id, 0.0) for c in found)
+        hidden = sum(line.hidden_us.get(c.id, 0.0) for c in found)
+        nbytes = sum(_size(c.bytes) for c in found)
+        wire = sum(float(_size(c.wire_bytes)) for c in found)
+        ids = tuple(c.id for c in found)
+        values = (op, axis, n, source, phase, len(found), nbytes, wire, exposed + hidden, exposed)
+        made.append(Row(*values, ids))
+    return sorted(made, key=lambda r: (-r.exposed_us, -r.us, r.ids))
+
+
+def _size(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) else 0  # a symbol has no size of its own
+
+
+def verdict(line: Timeline) -> str:
+    """One line: "65% of the step is exposed communication; largest: model.py:31"."""
+    found = rows(line)
+    if not found:
+        return "the step has no collectives"
+    if line.exposed_share < 0.005:
+        return "all communication is hidden behind compute"
+    largest = by_source(found)[0][0]
+    return f"{line.exposed_share:.0%} of the step is exposed communication; largest: {largest}"
+
+
+def by_source(found: Iterable[Row]) -> list[tuple[str, float]]:
+    """(source line, exposed us), the most first."""
+    total: dict[str, float] = {}
+    for row in found:
+        name = row.source or row.op
+        total[name] = total.get(name, 0.0) + row.exposed_us
+    return sorted(total.items(), key=lambda x: -x[1])
+
+
+def as_dict(line: Timeline) -> dict[str, Any]:
+    """The report for programs: what ``fcoll report --json`` prints."""
+    return {
+        "machine": line.machine.name,
+        "mesh": line.mesh,
+        "rank": line.rank,
+        "step_us": line.step_us,
+        "compute_us": line.compute_us,
+        "exposed_us": line.exposed_total_us,
+        "exposed_share": line.exposed_share,
+        "communication_us": sum(line.hidden_us.values()) + line.exposed_total_us,
+        "peak_bytes": line.peak_bytes,
+        "collectives": len(line.collectives),
+        "verdict": verdict(line),
+        "rows": [
+            {k: v for k, v in asdict(row).items() if k != "ids"} | {"hidden_us": row.hidden_us}
+            for row in rows(line)
+        ],
+    }
+
+
+def show_bytes(nbytes: float) -> str:
+    """
+    >>> show_bytes(64 << 20), show_bytes(1000), show_bytes(3 << 29)
+    ('64.0 MiB', '1000 B', '1.50 GiB')
+    """
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= size:
+            return f"{_three(nbytes / size)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def show_us(us: float) -> str:
+    """
+    >>> show_us(0.25), show_us(999.4), show_us(12345), show_us(2.5e6)
+    ('0.25 us', '999 us', '12.3 ms', '2.50 s')
+    """
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if abs(us) >= size:
+            return f"{_three(us / size)} {unit}"
+    return f"{_three(us)} us"
+
+
+def _three(value: float) -> str:
+    """Three digits that count."""
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,73 @@
+"""A timeline as a table for a terminal, with a verdict."""
+
+from __future__ import annotations
+
+from fcoll.report.summary import Row, rows, show_bytes, show_us, verdict
+from fcoll.schedule.timeline import Timeline, busy_us
+
+HEAD = ("collective", "axis", "n", "phase", "count", "bytes", "time", "exposed", "", "source")
+ALIGN = "<<><>>>><<"
+BAR = 10
+
+
+def render(line: Timeline, other: Timeline | None = None, top: int = 20) -> str:
+    """The most exposed collectives, then the verdict. ``other`` is the same step afterwards."""
+    parts = [*_summary(line)]
+    if other is not None:
+        parts += ["", "after:", *_summary(other), _change(line, other)]
+        line = other
+    found = rows(line)
+    if found:
+        parts += ["", *table([HEAD, *(_cells(r, found) for r in found[:top])], ALIGN)]
+    if len(found) > top:
+        rest = found[top:]
+        exposed = show_us(sum(r.exposed_us for r in rest))
+        parts.append(f"... and {len(rest)} more lines with {exposed} exposed")
+    return "\n".join([*parts, "", verdict(line)])
+
+
+def _summary(line: Timeline) -> list[str]:
+    mesh = " x ".join(f"{axis}={n}" for axis, n in line.mesh.items()) or "no mesh"
+    busy = busy_us(line.spans)
+    streams = ", ".join(f"{s} {show_us(busy[s])}" for s in line.streams[1:]) or "none"
+    share = f" ({line.exposed_share:.0%})" if line.step_us else ""
+    count = len(line.collectives)
+    return [
+        f"{line.machine.name}, {mesh}, rank {line.rank}: {count} collective{'s' * (count != 1)}",
+        f"step {show_us(line.step_us)} = compute {show_us(line.compute_us)} + "
+        f"exposed {show_us(line.exposed_total_us)}{share}",
+        f"communication: {streams}; peak memory {show_bytes(line.peak_bytes)}",
+    ]
+
+
+def _change(before: Timeline, after: Timeline) -> str:
+    ratio = before.step_us / after.step_us if after.step_us else 1.0
+    memory = show_bytes(abs(after.peak_bytes - before.peak_bytes))
+    more = "more" if after.peak_bytes >= before.peak_bytes else "less"
+    return f"{ratio:.2f}x as fast, {memory} {more} memory"
+
+
+def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
+    most = max(r.exposed_us for r in found) or 1.0
+    bar = "█" * round(BAR * row.exposed_us / most)
+    return (
+        row.op,
+        row.axis,
+        str(row.n),
+        row.phase,
+        str(row.count),
+        show_bytes(row.bytes),
+        show_us(row.us),
+        show_us(row.exposed_us),
+        bar.ljust(BAR),
+        row.source,
+    )
+
+
+def table(cells: list[tuple[str, ...]], align: str) -> list[str]:
+    """Lines of a table; ``align`` has < or > for each column, the first row is its head."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(align))]
+    return [
+        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True)).rstrip()
+        for row in cells
+    ]
