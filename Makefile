@@ -11,8 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-demo: .venv/.installed  ## Run examples/demo.py
-	$(BIN)/python examples/demo.py
+demo: .venv/.installed  ## Decode with a small tensor-parallel Llama on 2 local ranks: examples/tp_llama.py
+	$(BIN)/python examples/tp_llama.py
 
 test: .venv/.installed  ## Run the tests; more arguments for pytest in TEST_ARGS="-k ranks -x"
 	$(BIN)/python -m pytest tests $(TEST_ARGS)

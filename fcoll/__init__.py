@@ -2,12 +2,15 @@
 
 from fcoll import compat, dist, errors, functions, symm_mem
 from fcoll.async_tensor import AsyncCollectiveTensor
+from fcoll.check import Checked, check
 from fcoll.collectives import COLLECTIVES
 from fcoll.errors import FcollError
+from fcoll.fake_world import fake_world
 from fcoll.functions import *  # noqa: F403
 from fcoll.groups import Group, GroupLike
 from fcoll.launch import launch
 from fcoll.symm_mem import accelerate_c10d
+from fcoll.trace import Issued, Trace, trace
 
 __version__ = "0.1.0"
 
@@ -15,13 +18,19 @@ __all__ = [
     *functions.__all__,
     "COLLECTIVES",
     "AsyncCollectiveTensor",
+    "Checked",
     "FcollError",
     "Group",
     "GroupLike",
+    "Issued",
+    "Trace",
     "accelerate_c10d",
+    "check",
     "compat",
     "dist",
     "errors",
+    "fake_world",
     "launch",
     "symm_mem",
+    "trace",
 ]

@@ -1,26 +1,175 @@
-"""``fcoll ...`` and ``python -m fcoll ...``."""
+"""``fcoll ...`` and ``python -m fcoll ...``.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 fine; 1 something was found (a
+mismatch, a difference, more exposed time than allowed); 2 the command could not be carried out.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-import fcoll
+from fcoll import target
+from fcoll.arguments import parser
 from fcoll.collectives import COLLECTIVES
+from fcoll.cost import Machine, machine_dir, presets
+from fcoll.errors import CollectiveMismatch, FcollError
+
+FINE, FOUND, FAILED = 0, 1, 2
+
+# -- commands ---
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."""
+    from fcoll.report import html, perfetto, summary, svg, text
+    from fcoll.schedule.timeline import timeline
+
+    machine = Machine.of(args.machine)  # before the work: a name may be misspelt
+    traced = _traced(args)
+    with _progress("timing its steps", args):
+        first = line = timeline(traced, machine, waits=_waits(args))
+        second = None
+        if args.before:
+            before = target.read_trace(args.before)
+            first, second = timeline(before, machine, waits=_waits(args)), line
+    with _progress("writing", args):
+        _write(args.save, traced.to_json)
+        _write(args.html, lambda: html.render(first, second, title=_title(args)))
+        _write(args.perfetto, lambda: perfetto.render(first, second))
+        _write(args.svg, lambda: svg.render(first, second))
+        if args.png:
+            svg.save_png(args.png, first, second)
+    found = summary.as_dict(line)
+    if args.before:
+        found["before"] = summary.as_dict(first)
+    _print(args, found, lambda: text.render(first, second, top=args.top))
+    if args.fail_above is not None and line.exposed_share > args.fail_above:
+        share = f"{line.exposed_share:.1%} of the step is exposed"
+        print(f"fcoll: {share}, more than --fail-above {args.fail_above:.1%}", file=sys.stderr)
+        return FOUND
+    return FINE
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Prove that all ranks issue matching collectives in the same order; no processes needed."""
+    from fcoll.check import check
+
+    try:
+        with _progress("tracing the ranks", args):
+            result = check(_build_of(args), mesh=args.mesh)
+    except CollectiveMismatch as mismatch:
+        text = str(mismatch)
+        _print(args, {"ok": False, "error": text}, lambda: text)
+        return FOUND
+    found = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced), "text": str(result)}
+    _print(args, found, lambda: str(result))
+    return FINE if result.ok else FOUND
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine (about a minute), so that --machine local predicts it."""
+    from fcoll.calibrate import calibrate
+
+    path = Path(args.out) if args.out else machine_dir() / "local.toml"
+    machine = calibrate(args.ranks, path, quiet=args.quiet, quick=args.quick)
+    one_shot_bytes = None if args.quick else _one_shot_bytes(args.ranks)
+    flops = ", ".join(f"{dtype} {1000 * x:.0f}" for dtype, x in machine.flops.items())
+    small = {op: points[0][1] for op, points in machine.measured.items()}
+    lines = [
+        f"{path}: {machine.note}",
+        f"matrix products, GFLOP/s a rank: {flops}",
+        f"memory: {machine.memory_gb_per_s:.1f} GB/s a rank",
+        "smallest messages, us: " + ", ".join(f"{op} {us:.1f}" for op, us in small.items()),
+        f"largest messages: {machine.intra.gb_per_s:.1f} GB/s a rank",
+    ]
+    if one_shot_bytes is not None:
+        lines.append(f"compiled collectives are read in place up to {one_shot_bytes} bytes")
+    facts = {"path": str(path), "one_shot_bytes": one_shot_bytes, **asdict(machine)}
+    _print(args, facts, lambda: "\n".join(lines))
+    return FINE
+
+
+def _one_shot_bytes(ranks: int) -> int:
+    from inductor_ext.calibrate import calibrate_one_shot
+
+    return calibrate_one_shot(ranks)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """Compare the collectives of two saved traces; exit code 1 if they differ."""
+    before, after = (target.read_trace(path) for path in (args.before, args.after))
+    found = before.diff(after)
+    _print(args, {"same": found.same, "text": str(found)}, lambda: str(found))
+    return FINE if found.same else FOUND
+
+
+def _scale(args: argparse.Namespace) -> int:
+    """Step time, bytes and exposed share as one axis of the world grows."""
+    from fcoll.report import scaling
+    from fcoll.schedule.scale import scale, sizes_from
+
+    axis, _, text = args.axis.partition("=")
+    sizes, build = sizes_from(text), _build_of(args)
+    with _progress(f"tracing {len(sizes)} worlds", args) as tell:
+        points = scale(
+            build,
+            axis,
+            sizes,
+            mesh=args.mesh,
+            machine=args.machine,
+            mode=args.mode,
+            waits=_waits(args),
+            progress=tell,
+        )
+    title = f"{_title(args)} on {Path(args.machine).stem}"
+    _write(args.svg, lambda: scaling.plot(points, axis, title))
+    found = [asdict(p) | {"exposed_share": p.exposed_share} for p in points]
+    _print(args, {"axis": axis, "points": found}, lambda: scaling.render(points, axis))
+    return FINE
 
 
 def _collectives(args: argparse.Namespace) -> int:
-    """List the table: every collective, its schema, its gradient and its cost."""
+    """List the table: every collective, its schema and what it sends."""
     import sympy
 
     n, b = sympy.symbols("n b", positive=True)
-    for row in COLLECTIVES.values():
-        print(f"{row.name}{row.schema}")
-        cost = f"sends {sympy.sstr(row.wire_bytes(n, b))} bytes in {row.steps(n)} steps"
-        also = ", ".join(row.targets)
-        print(f"    {cost}" + (f"; also {also}" if also else ""))
-    return 0
+    table = {
+        row.name: {
+            "schema": row.schema,
+            "sends": sympy.sstr(row.wire_bytes(n, b)),
+            "steps": str(row.steps(n)),
+            "targets": row.targets,
+        }
+        for row in COLLECTIVES.values()
+    }
+
+    def text() -> str:
+        lines = []
+        for name, row in table.items():
+            also = ", ".join(row["targets"])
+            cost = f"    sends {row['sends']} bytes in {row['steps']} steps"
+            lines += [f"{name}{row['schema']}", cost + (f"; also {also}" if also else "")]
+        return "\n".join(lines)
+
+    _print(args, table, text)
+    return FINE
+
+
+def _machines(args: argparse.Namespace) -> int:
+    """List the machines that --machine knows."""
+    found = {name: Machine.preset(name).note for name in presets()}
+    width = max(map(len, found))
+    _print(args, found, lambda: "\n".join(f"{k:{width}}  {v}" for k, v in found.items()))
+    return FINE
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -28,23 +177,100 @@ def _build(args: argparse.Namespace) -> int:
     from fcoll.native import build
 
     try:
-        print(build.build())
+        path = str(build.build())
     except build.BuildFailed as error:
         print(f"fcoll: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return FOUND
+    _print(args, {"path": path}, lambda: path)
+    return FINE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fcoll", description=fcoll.__doc__)
-    parser.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, run in {"collectives": _collectives, "build": _build}.items():
-        command = commands.add_parser(name, help=(run.__doc__ or "").splitlines()[0])
-        command.set_defaults(run=run)
-    return parser
+# -- what they have in common ---
+
+
+def _build_of(args: argparse.Namespace) -> target.Build:
+    return target.demo(args.demo) if args.demo else target.load(args.target)
+
+
+def _traced(args: argparse.Namespace) -> Any:
+    """The trace of the program that the arguments name."""
+    from fcoll.fake_world import fake_world
+    from fcoll.trace import trace
+
+    if args.target and args.target.endswith(".json"):
+        return target.read_trace(args.target)
+    build = _build_of(args)
+    with _progress("tracing", args), fake_world(**(args.mesh or {"dp": 1}), rank=args.rank) as mesh:
+        fn, inputs = build(mesh)
+        traced = trace(fn, *inputs, mode=args.mode)
+        _ = traced.steps  # made here: they need the world's groups
+    return traced
+
+
+def _waits(args: argparse.Namespace) -> str:
+    """Eager waits at the first use; a compiled graph where the compiler put the wait."""
+    default = "in place" if args.mode == "compiled" else "first use"
+    return args.waits.replace("-", " ") if args.waits else default
+
+
+def _title(args: argparse.Namespace) -> str:
+    return args.demo or args.target
+
+
+def _write(path: str | None, render: Callable[[], str]) -> None:
+    if path:
+        Path(path).write_text(render())
+
+
+def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None:
+    print(json.dumps(data, default=str) if args.json else text())
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, set, frozenset, range)) else value
+
+
+@contextmanager
+def _progress(what: str, args: argparse.Namespace) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is going on, and how long it took."""
+    terminal, begin = sys.stderr.isatty(), time.perf_counter()
+
+    def tell(more: str) -> None:
+        if not args.quiet:
+            text = f"fcoll: {what}{': ' + more if more else ''} ..."
+            print(
+                f"\r\x1b[K{text}" if terminal else text,
+                end="" if terminal else "\n",
+                file=sys.stderr,
+            )
+            sys.stderr.flush()
+
+    tell("")
+    try:
+        yield tell
+    finally:
+        if not args.quiet and terminal:
+            print(f"\r\x1b[Kfcoll: {what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "report": _report,
+    "check": _check,
+    "scale": _scale,
+    "calibrate": _calibrate,
+    "diff": _diff,
+    "machines": _machines,
+    "collectives": _collectives,
+    "build": _build,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    return args.run(args)
+    args = parser(COMMANDS).parse_args(argv)
+    try:
+        return args.run(args)
+    except FcollError as error:
+        print(f"fcoll: {error}", file=sys.stderr)
+    except BrokenPipeError:  # `fcoll report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED

@@ -21,6 +21,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MODULES = sorted(m.name for m in pkgutil.walk_packages(fcoll.__path__, "fcoll."))
 
 ENV = {**os.environ, "FCOLL_NATIVE": "1"}  # as users run them
+# Options that make an example small; the others have none.
+SMALL = "--layers 1 --dim 128 --hidden 256 --vocab 256 --tokens 8 --rounds 1"
+OPTIONS = {"tp_llama": SMALL.split()}
 DROP_INS = ("fcoll.dist", "fcoll.compat")  # their functions have torch's docstrings
 
 
@@ -50,13 +53,16 @@ def test_doctests(ranks2):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example(path):
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=170, cwd=ROOT, env=ENV
-    )
+def test_example(path, tmp_path):
+    command = [sys.executable, str(path)]
+    if options := OPTIONS.get(path.stem):
+        command += [*options, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "never waited" not in done.stderr
     assert done.stdout
+    if path.stem == "tp_llama":
+        assert "sqrt" in (tmp_path / "fused_kernel.cpp").read_text()
 
 
 def test_example_under_torchrun():
