@@ -13,8 +13,9 @@ and w leaves room in the caches for Python: with 64, 1 MiB in f32, every form ta
 
 Before and after each turn the cores' round trip is measured: "near" below 200 ns, "far" above;
 turns during which it changed are left out, and turns are compared with turns of the same kind only.
-Times are of one call on rank 0: a turn's is the median of its calls. "median" is that of the turns,
-"best" that of the fastest, which is what a machine with nothing else to do would show.
+Times are of one call: a turn's is the median of its calls on the slower of the two ranks, which is
+the one that a tensor-parallel step waits for, with or without a collective in it. "median" is that
+of the turns, "best" that of the fastest, which is what a machine with nothing else to do would show.
 
 Then the time to compile: the first call of stock and of fused, taking turns. "cold" with empty
 caches, most of it g++; "warm" with g++'s results kept and Inductor's own work done again.
@@ -113,12 +114,15 @@ def placement() -> float:
 
 
 def timed(call: Callable, inputs: tuple[Tensor, ...], calls: int) -> float:
+    """The median of the calls in us, on the slower rank."""
+    fcoll.barrier()
     us = []
     for _ in range(calls):
         start = time.perf_counter()
         call(*inputs)
         us.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(us[calls // 10 :])
+    own = torch.tensor(statistics.median(us[calls // 10 :]), dtype=torch.float64)
+    return fcoll.all_reduce(own, "max").item()
 
 
 def measure(inputs: tuple[Tensor, ...], turns: int, calls: int) -> dict:

@@ -1,6 +1,6 @@
 """Functional collectives for PyTorch: a tensor in, a new tensor out."""
 
-from fcoll import compat, dist, errors, functions, symm_mem
+from fcoll import _torch, compat, dist, errors, functions, symm_mem
 from fcoll.async_tensor import AsyncCollectiveTensor
 from fcoll.check import Checked, check
 from fcoll.collectives import COLLECTIVES
@@ -11,6 +11,8 @@ from fcoll.groups import Group, GroupLike
 from fcoll.launch import launch
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.trace import Issued, Trace, trace
+
+_torch.no_guards_on_globals_of(__name__)
 
 __version__ = "0.1.0"
 

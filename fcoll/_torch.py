@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.autograd_function as _functorch_autograd
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
@@ -127,6 +128,17 @@ def has_native_avg(pg: dist.ProcessGroup, device: torch.device) -> bool:
 def at_trace_time(fn: F) -> F:
     """Dynamo calls ``fn`` while tracing, on constants, instead of tracing into it."""
     return torch.compiler.assume_constant_result(fn)
+
+
+def no_guards_on_globals_of(package: str) -> None:
+    """Dynamo takes the globals of the package's modules for constant, as it does those of the
+    standard library. One all_reduce reads fifty; guards on them would take 5 us a call."""
+    is_constant = symbolic_convert.is_stdlib
+
+    def is_constant_or_ours(module: Any) -> bool:
+        return getattr(module, "__name__", "").split(".")[0] == package or is_constant(module)
+
+    symbolic_convert.is_stdlib = is_constant_or_ours
 
 
 def tracing() -> bool:
