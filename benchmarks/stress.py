@@ -4,12 +4,14 @@ python benchmarks/stress.py [--calls 1000000] [--kills 200]
 
 Calls differ in kind, dtype, size (0 to 1 MiB, mostly small), sub-group and in when they are waited
 for; ranks now and then dawdle. Kills: in a new world of 3, one rank is killed at a random moment
-and the others must raise PeerDied, naming it, within 0.5 s.
+and the others must raise PeerDied, naming it, within 0.5 s, and have no file of the dead group's
+memory left once they destroy it. Calls may not leave files open either.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -78,11 +80,20 @@ def call(kind: str, ranks: tuple, me: int, count: int, dtype: torch.dtype, salt:
     return b + a[:count] * 0, folded("amin", ranks, 0, count, dtype, salt)
 
 
+def open_files() -> list[str]:
+    """What this process has open: memory of groups, processes it watches, sockets, files."""
+    kept = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            kept.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return kept
+
+
 def calls(total: int, seed: int) -> None:
     me, waiting = dist.get_rank(), []
     shared = random.Random(seed)  # the same choices on every rank
     own = random.Random(seed + 1 + me)
-    start = time.monotonic()
+    start, settled_files = time.monotonic(), 0
 
     def settle() -> None:
         for i, got, want in waiting:
@@ -100,10 +111,13 @@ def calls(total: int, seed: int) -> None:
             time.sleep(own.random() * 0.002)
         if shared.random() < 0.3:
             settle()
+        if i == total // 10:  # every group and every thread has been used by now
+            settled_files = len(open_files())
         if me == 0 and i % 20_000 == 19_999:
             rate = (i + 1) / (time.monotonic() - start)
             print(f"\r{i + 1} of {total} calls, {rate:.0f}/s ", end="", file=sys.stderr, flush=True)
     settle()
+    assert len(open_files()) <= settled_files, f"files left open on rank {me}: {open_files()}"
     if me == 0:
         took = time.monotonic() - start
         print(f"{total} calls on 4 ranks, all results right, in {took:.0f} s", flush=True)
@@ -124,7 +138,10 @@ def mortal(rank: int, store: str, pipe) -> None:  # type: ignore[no-untyped-def]
                 fcoll.wait_tensor(fcoll.all_reduce(x.repeat(times)))
                 fcoll.wait_tensor(fcoll.all_gather_into_tensor(x.repeat(times)))
     except fcoll.errors.PeerDied as error:
-        pipe.send((time.monotonic(), error.rank))
+        raised = time.monotonic()
+        dist.destroy_process_group()
+        left = [f for f in open_files() if "memfd" in f or "pidfd" in f]
+        pipe.send((raised, error.rank, left))
     os._exit(0)
 
 
@@ -149,7 +166,8 @@ def kill_one(choice: random.Random) -> tuple[float, bool]:
             if rank != victim:
                 if not pipe.poll(10):
                     return 10.0, False
-                raised, named = pipe.recv()
+                raised, named, files = pipe.recv()
+                assert not files, f"rank {rank} has files of the dead group open: {files}"
                 delays.append(raised - killed)
                 right &= named == victim
         for process in made:
@@ -159,12 +177,13 @@ def kill_one(choice: random.Random) -> tuple[float, bool]:
 
 def kills(total: int, seed: int) -> None:
     choice, slowest = random.Random(seed), 0.0
+    before = set(os.listdir("/dev/shm"))
     for i in range(total):
         delay, right = kill_one(choice)
         assert right and delay < 0.5, f"kill {i}: {delay:.3f} s, right rank named: {right}"
         slowest = max(slowest, delay)
         print(f"\r{i + 1} of {total} kills ", end="", file=sys.stderr, flush=True)
-    left = [f for f in os.listdir("/dev/shm") if "fcoll" in f]
+    left = sorted(set(os.listdir("/dev/shm")) - before)
     print(f"{total} kills: survivors raised in at most {slowest * 1e3:.0f} ms; in /dev/shm: {left}")
 
 
