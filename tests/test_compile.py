@@ -387,7 +387,8 @@ def by_inductor(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
         return fcoll.all_to_all_single(parts[0] + parts[1]) + fcoll.permute(z, [1, 0]).sum()
 
     def results(f: Callable) -> list[Tensor]:
-        x = (torch.arange(64.0 * 64).reshape(64, 64) / 4096 + rank).requires_grad_()
+        x = torch.arange(64.0 * 64, dtype=torch.float64).reshape(64, 64) / 4096 + rank
+        x.requires_grad_()
         y = f(x)
         (y * y).mean().backward()
         return [y.detach(), x.grad]

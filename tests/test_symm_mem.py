@@ -67,6 +67,60 @@ def test_without_a_compiler_process_groups_serve(tmp_path):
         assert "there is no C++ compiler" in status
 
 
+# -- sizes --
+
+HUGE = 2**31 + 4098  # bytes: more than an int counts
+
+
+def huge_results(rank):
+    """Which collectives of more than 2 GiB are wrong. Rank r has (i + r) at i, modulo 251: no power
+    of two, so that an offset that wrapped around shows."""
+    x = torch.arange(251, dtype=torch.uint8).repeat(HUGE // 251 + 1)[:HUGE] + rank
+    half, other = HUGE // 2, 1 - rank
+    sent = [HUGE if r == other else 0 for r in range(2)]
+    wrong = []
+
+    def expect(name, got, want):
+        if not torch.equal(fcoll.wait_tensor(got), want):
+            wrong.append(name)
+
+    got = fcoll.all_to_all_single(x, None, sent, sent)  # one part of more than 2 GiB
+    x += other - rank
+    expect("all_to_all_single", got, x)
+    x -= other - rank
+    del got
+    gathered = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x[:half]))
+    for r in range(2):
+        expect("all_gather_into_tensor", gathered[r * half :][:half], x[:half] + r - rank)
+    del gathered
+    scattered = fcoll.reduce_scatter_tensor(x, "max")
+    expect("reduce_scatter_tensor", scattered, x[rank * half :][:half] + other)
+    del scattered
+    reduced = fcoll.all_reduce(x, "max")
+    x += other
+    expect("all_reduce", reduced, x)
+    x -= other
+    del reduced
+    received = fcoll.broadcast(x, 1)
+    x += other
+    expect("broadcast", received, x)
+    return wrong
+
+
+def available_bytes():
+    with open("/proc/meminfo") as file:
+        return {k: int(v.split()[0]) << 10 for k, v in (line.split(":") for line in file)}[
+            "MemAvailable"
+        ]
+
+
+@pytest.mark.slow
+def test_more_than_2_gib():
+    if available_bytes() < 14 * 2**30:
+        pytest.skip("needs 14 GiB of free memory")
+    assert launch(huge_results, 2, env=NATIVE, timeout=170).results == [[], []]
+
+
 # -- never hang, never corrupt --
 
 
