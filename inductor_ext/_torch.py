@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as _symm_mem
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, lowering  # type: ignore[attr-defined]
@@ -30,9 +31,16 @@ __all__ = [
     "ir",
     "lowering",
     "ops",
+    "rendezvous",
+    "signal_pad_size",
     "tree_map",
     "unset_fake_temporarily",
 ]
+
+# torch's symmetric memory: what every rank of a group does with a tensor in it to reach the peers',
+# and the bytes that a rank has for signals.
+rendezvous = _symm_mem.rendezvous
+signal_pad_size = _symm_mem.get_signal_pad_size
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
