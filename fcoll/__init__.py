@@ -9,6 +9,7 @@ from fcoll.fake_world import fake_world
 from fcoll.functions import *  # noqa: F403
 from fcoll.groups import Group, GroupLike
 from fcoll.launch import launch
+from fcoll.profile import Profile, profile
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.trace import Issued, Trace, trace
 
@@ -25,6 +26,7 @@ __all__ = [
     "Group",
     "GroupLike",
     "Issued",
+    "Profile",
     "Trace",
     "accelerate_c10d",
     "check",
@@ -33,6 +35,7 @@ __all__ = [
     "errors",
     "fake_world",
     "launch",
+    "profile",
     "symm_mem",
     "trace",
 ]

@@ -236,7 +236,7 @@ def _per_node(n: int, machine: Machine, ranks: Sequence[int] | None) -> Expr:
 
 def _measured(row: Collective, n: Expr, b: Expr, machine: Machine) -> float | None:
     """What calibration found, between its sizes along straight lines of the logarithms."""
-    points = machine.measured.get(row.name)
+    points = machine.measured.get(_functional(row.name))
     if not points or n != machine.measured_ranks or _symbolic(b):
         return None
     b = max(float(b), 1.0)
@@ -249,6 +249,15 @@ def _measured(row: Collective, n: Expr, b: Expr, machine: Machine) -> float | No
     (b0, t0), (b1, t1) = points[i - 1], points[i]
     part = math.log(b / b0) / math.log(b1 / b0)
     return math.exp(math.log(t0) + part * math.log(t1 / t0))
+
+
+def _functional(name: str) -> str:
+    """The row that sends the same: of one in place, into a given tensor, or of a list.
+
+    >>> _functional("all_reduce_coalesced_"), _functional("all_gather_into_tensor_out")
+    ('all_reduce', 'all_gather_into_tensor')
+    """
+    return name.removesuffix("_out").rstrip("_").removesuffix("_coalesced")
 
 
 # -- compute ---

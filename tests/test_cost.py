@@ -237,6 +237,9 @@ def test_measured_times_go_before_the_formulas():
     assert collective_us("all_reduce", 2, 2048, machine) == pytest.approx(math.sqrt(32))
     assert collective_us("all_reduce", 2, 4, machine) == 4.0
     assert collective_us("all_reduce", 2, 2 << 20, machine) == pytest.approx(1600)
+    assert collective_us("all_reduce_", 2, 1000, machine) == collective_us(
+        "all_reduce", 2, 1000, machine
+    )
     # Of other groups and other collectives nothing was measured.
     assert collective_us("all_reduce", 4, 1024, machine) == collective_us(
         "all_reduce", 4, 1024, H100

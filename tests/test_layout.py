@@ -29,7 +29,7 @@ LAYERS = (
     ("compat", "dist", "tracing", "calibrate"),
     ("fake_world",),
     ("trace", "demos", "proofs"),
-    ("check", "schedule", "simulate", "reducer", "sharded"),
+    ("check", "profile", "schedule", "simulate", "reducer", "sharded"),
     ("report",),
     ("target",),
     ("__init__",),

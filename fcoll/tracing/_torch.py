@@ -298,3 +298,45 @@ def storage_id(x: torch.Tensor) -> int:
 def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
     """What two tensor objects that are the same view of the same memory have in common."""
     return storage_id(x), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
+
+
+# -- timers ---
+
+_BACKEND_SELECT, _META = torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.Meta
+
+
+@contextmanager
+def around_op(op: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    """Every call of the op, from Python or C++, becomes hook(run, args, kwargs).
+
+    BackendSelect is a key that every call passes, below autograd and the modes: what they do is as
+    it was, and nothing sees that somebody listens. Tensors without data are let through.
+    """
+    library = torch.library.Library(op.namespace, "IMPL")
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(op.redispatch, keys.remove(_BACKEND_SELECT))
+        return run(*args, **kwargs) if keys.has(_META) else hook(run, args, kwargs)
+
+    library.impl(op, kernel, "BackendSelect", with_keyset=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def find_op(name: str) -> Any:
+    """The op "namespace::name" if it has a kernel of its own; None if it is but a name for others,
+    or there is none."""
+    if not torch._C._dispatch_has_kernel(name):
+        return None
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return None
+    space, _, short = name.partition("::")
+    return getattr(getattr(torch.ops, space), short).default
+
+
+def work_of(out: Any) -> dist.Work | None:
+    """The handle among the results of an op of c10d."""
+    last = out[-1] if isinstance(out, (tuple, list)) else out
+    return dist.Work.unbox(last) if isinstance(last, torch.ScriptObject) else None

@@ -139,6 +139,29 @@ _STARTS: dict[str, Callable[[Call], Started]] = {
 }
 
 
+#: The row of the table that describes what a c10d op does.
+ROWS = {
+    "allreduce_": "all_reduce_",
+    "allreduce_coalesced_": "all_reduce_coalesced_",
+    "_allgather_base_": "all_gather_into_tensor_out",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "allgather_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather_into_tensor_coalesced",
+    "_reduce_scatter_base_": "reduce_scatter_tensor_out",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_": "reduce_scatter_tensor",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast_",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_base_": "all_to_all_single",
+    "alltoall_": "all_to_all_single",
+    "barrier": "barrier",
+    "send": "isend",
+    "recv_": "irecv",
+}
+
+
 class Pending:
     """Messages that a c10d op started, to be completed before their tensors are used."""
 
