@@ -62,6 +62,9 @@ def ops() -> Any:
     return torch.ops.fcoll_triton
 
 
+SENT: list[set[int]] = []  # where this rank has put signals, an entry for each meeting
+
+
 @functools.cache
 def _share_cores() -> None:
     """Have a rank that waits in the interpreter let another run: there may be more than cores."""
@@ -69,9 +72,11 @@ def _share_cores() -> None:
 
     exchange = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def exchange_and_yield(*args: Any) -> Any:
+    def exchange_and_yield(self: Any, op: Any, pointers: Any, values: Any, *args: Any) -> Any:
         os.sched_yield()
-        return exchange(*args)
+        if values.data.any():  # it sends
+            SENT.append({int(p) for p in pointers.data})
+        return exchange(self, op, pointers, values, *args)
 
     interpreter.InterpreterBuilder.create_atomic_rmw = exchange_and_yield
 
@@ -201,6 +206,26 @@ def repeated(rank: int, calls: int) -> None:
 def test_many_calls_on_one_buffer(interpreted2, interpreted4):
     interpreted2.run(repeated, 100)
     interpreted4.run(repeated, 50)
+
+
+def words_of_meetings(rank: int) -> None:
+    buffer = symmetric(40 * TILE)
+    first: set[int] = set()
+    second: set[int] = set()
+    for count in (TILE, 2 * TILE, 40 * TILE):  # on 1, 2 and 32 blocks, which run in a row here
+        SENT.clear()
+        ops().one_shot_all_reduce(buffer[:count], "sum", WORLD)
+        assert len(SENT) == 2 * min(count // TILE, 32)
+        first.update(*SENT[0::2])
+        second.update(*SENT[1::2])
+    assert len(first) == len(second) == 32 * dist.get_world_size()
+    assert not first & second
+
+
+def test_a_word_is_of_one_meeting_whatever_the_grid(interpreted2):
+    """A peer may still have to take the signal of one kernel's last meeting when the next one's
+    first begins."""
+    interpreted2.run(words_of_meetings)
 
 
 # -- fused with the norm ---
