@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from fcoll.fake_world import fake_world
 from fcoll.proofs import Program, describe, no_deadlock, same_calls, transfers_meet
 from fcoll.trace import Issued, Trace, trace
 from fcoll.tracing.issued import is_start, is_wait, start_of, waits_of
+from fcoll.tracing.workers import Tracer
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 EVERY_RANK_UP_TO = 16  # ranks; more are represented
@@ -78,7 +80,8 @@ def check(
     ``build(mesh)`` gives ``(fn, args)`` for the rank that the mesh is of. Up to 16 ranks are all
     traced, of more those that stand for the others: the first and last along every axis, and along
     each axis the second and the middle one; and whoever they exchange messages with. ``ranks``
-    names others. ``progress(done, of)`` is called after every trace.
+    names others. Where a trace takes long, other processes, forked from this one, trace a part of
+    the ranks. ``progress(done, of)`` is called after every trace.
 
     >>> def build(mesh):
     ...     return lambda x: fcoll.all_reduce(x, "sum", mesh), (torch.ones(mesh.get_rank() + 1),)
@@ -93,13 +96,15 @@ def check(
         if not 0 <= rank < size:
             raise BadMesh(what=f"rank {rank} of {size}", hint="Ranks count from 0.")
     programs: dict[int, Program] = {}
+    tracer = Tracer(partial(_program, build, axes, mode=mode))
     todo = list(chosen)
     while todo:
-        rank = todo.pop(0)
-        programs[rank] = program = _program(build, axes, rank, mode)
-        todo += [r for r in program.peers() if r not in programs and r not in todo]
-        if progress is not None:
-            progress(len(programs), len(programs) + len(todo))
+        for rank, program in tracer.trace(todo):
+            programs[rank] = program
+            if progress is not None:
+                progress(len(programs), len({*programs, *todo}))
+        peers = itertools.chain.from_iterable(programs[r].peers() for r in todo)
+        todo = [r for r in dict.fromkeys(peers) if r not in programs]
     groups = same_calls(programs)
     transfers_meet(programs)
     no_deadlock(programs)

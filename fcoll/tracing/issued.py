@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -54,7 +56,8 @@ class Issued:
 def collectives_of(graph_module: fx.GraphModule, here: Frames = ()) -> tuple[Issued, ...]:
     """The collectives of a recorded graph; ``here`` is where those without a line are from."""
     starts = filter(is_start, graph_module.graph.nodes)
-    return tuple(_issued(i, node, here) for i, node in enumerate(starts))
+    line = cache(show)  # a step's collectives are from few lines, and paths take long to shorten
+    return tuple(_issued(i, node, here, line) for i, node in enumerate(starts))
 
 
 def is_start(node: fx.Node) -> bool:
@@ -85,7 +88,7 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _issued(id: int, node: fx.Node, here: Frames) -> Issued:
+def _issued(id: int, node: fx.Node, here: Frames, line: Callable[[Any], str]) -> Issued:
     row = row_of(node.target)
     assert row is not None
     tensors: list[Tensor] = []
@@ -112,11 +115,11 @@ def _issued(id: int, node: fx.Node, here: Frames) -> Issued:
         bytes=_larger(_bytes(tensors), _bytes(results)),
         args=others,
         phase=origin.phase,
-        source=show(frames[-1]) if frames else "",
+        source=line(frames[-1]) if frames else "",
         module=origin.module,
         start=node.name,
         wait=waits[0].name if waits else None,
-        stack=tuple(map(show, frames)),
+        stack=tuple(map(line, frames)),
         instance=instance,
     )
 
