@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as _symm_mem
+from torch._inductor import comm_lowering as _comm_lowering
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, lowering  # type: ignore[attr-defined]
@@ -33,16 +34,20 @@ __all__ = [
     "ops",
     "rendezvous",
     "signal_pad_size",
+    "symmetric_empty",
     "tree_map",
     "unset_fake_temporarily",
 ]
 
-# torch's symmetric memory: what every rank of a group does with a tensor in it to reach the peers',
-# and the bytes that a rank has for signals.
+# torch's symmetric memory: a tensor in it, what every rank of a group does with one to reach the
+# peers', and the bytes that a rank has for signals.
+symmetric_empty = _symm_mem.empty
 rendezvous = _symm_mem.rendezvous
 signal_pad_size = _symm_mem.get_signal_pad_size
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 
 
 def compile_with_inductor(
@@ -89,6 +94,11 @@ def is_pure(op: Any) -> bool:
     random = torch.Tag.nondeterministic_seeded in op.tags
     # Of the arguments of new_empty and its like only the shape goes into the result.
     return not (random or op._schema.is_mutable or "empty" in op._schema.name)
+
+
+def realize_in_symmetric_memory(x: Any, group_name: str) -> None:
+    """Have a CUDA buffer allocated by torch's symmetric memory, the same at every call."""
+    _comm_lowering.realize_as_comm_buffer(x, ir.CommBufferType.SYMM_MEM, group_name)
 
 
 def loaded_graphs() -> list[Path]:

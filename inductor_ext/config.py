@@ -20,6 +20,11 @@ FORMS = ("fused", "opaque", "kernel")
 # a rank's part; for other numbers of ranks the entry of the next smaller one.
 _ONE_SHOT_BYTES = {2: 2 << 20, 4: 256 << 10, 8: 64 << 10, 16: 16 << 10}
 
+# The same on GPUs that are joined by NVLink, for one-shot and for two-shot; from 9 ranks on there
+# is neither. These are what serving engines use; they have not been measured here.
+_CUDA_ONE_SHOT_BYTES = {2: 8 << 20, 3: 512 << 10, 5: 256 << 10, 9: 0}
+_CUDA_TWO_SHOT_BYTES = {2: 8 << 20, 9: 0}
+
 
 def measured_path() -> Path:
     """Where ``fcoll calibrate`` keeps what it has measured of one-shot on this machine."""
@@ -46,6 +51,10 @@ class Config:
     #: Ranks -> the largest part in bytes that is read in place by every peer. Defaults, or what
     #: ``fcoll calibrate`` has measured.
     one_shot_bytes: dict[int, int] = field(default_factory=_one_shot_bytes)
+    #: The same for all-reduces of CUDA tensors by Triton kernels (``inductor_ext.cuda``): what is
+    #: read by every peer, and what is reduced in shares. ``fcoll calibrate`` measures CPUs only.
+    cuda_one_shot_bytes: dict[int, int] = field(default_factory=_CUDA_ONE_SHOT_BYTES.copy)
+    cuda_two_shot_bytes: dict[int, int] = field(default_factory=_CUDA_TWO_SHOT_BYTES.copy)
     #: All-reduces that are next to each other and not larger than this are sent as one.
     merge_bytes: int = 32 << 10
     #: Work between a start and its wait that is worth a call of its own for each: a matmul, or
@@ -58,12 +67,18 @@ class Config:
 
     def one_shot_limit(self, n: int) -> int:
         """The largest part in bytes that n ranks read from each other in place."""
-        sizes = [size for ranks, size in sorted(self.one_shot_bytes.items()) if ranks <= n]
-        return sizes[-1] if sizes else 0
+        return _limit(self.one_shot_bytes, n)
+
+    def cuda_limits(self, n: int) -> tuple[int, int]:
+        """The largest parts of n ranks in bytes that are reduced by one-shot and by two-shot."""
+        return _limit(self.cuda_one_shot_bytes, n), _limit(self.cuda_two_shot_bytes, n)
 
     def key(self) -> str:
         """All of it that decides what is generated, for caches."""
-        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "log"])
+        from inductor_ext.cuda import enabled_groups
+
+        settings = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "log"]
+        return repr((settings, enabled_groups()))
 
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[None]:
@@ -76,6 +91,12 @@ class Config:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+
+def _limit(sizes: dict[int, int], n: int) -> int:
+    """The size of n ranks: that of the largest number of ranks in the table up to n."""
+    known = [size for ranks, size in sorted(sizes.items()) if ranks <= n]
+    return known[-1] if known else 0
 
 
 config = Config()

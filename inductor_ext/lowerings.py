@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fcoll._torch import collective_kernel
+from fcoll._torch import collective_kernel, in_order
 from fcoll.collectives import COLLECTIVES, Collective
-from inductor_ext import one_shot
+from inductor_ext import _torch, cuda, one_shot
 from inductor_ext._torch import V, ir, lowering
 from inductor_ext.lowered import note
-from inductor_ext.registry import lowers, op_of, stock_wait
+from inductor_ext.registry import lowers, op_of, stock, stock_wait
 
 
 def _form() -> str:
@@ -21,14 +21,15 @@ def _form() -> str:
 def _kernel(row: str) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         out = collective_kernel(op_of(row), *args, **kwargs)
-        _noted(next(n for n in reversed(V.graph.operations) if isinstance(n, ir.FallbackKernel)))
+        _noted()
         return out
 
     return lower
 
 
-def _noted(kernel: Any) -> None:
-    """Have a kernel of Inductor's own write the line about itself before its code."""
+def _noted() -> Any:
+    """Have the last kernel, of Inductor's own, write the line about itself before its code."""
+    kernel = next(n for n in reversed(V.graph.operations) if isinstance(n, ir.FallbackKernel))
     line, codegen = note(V.graph.current_node), kernel.codegen
 
     def noted(wrapper: Any) -> None:
@@ -36,6 +37,7 @@ def _noted(kernel: Any) -> None:
         codegen(wrapper)
 
     kernel.codegen = noted
+    return kernel
 
 
 def _in_place(row: str, x: Any, reduce_op: str, group_name: str) -> Any:
@@ -55,6 +57,25 @@ def _in_place(row: str, x: Any, reduce_op: str, group_name: str) -> Any:
 def _announced() -> dict[str, one_shot.Announced]:
     """The collectives of the graph that is being lowered that have started and not ended."""
     return vars(V.graph).setdefault("fcoll_announced", {})
+
+
+def _on_cuda(x: Any, reduce_op: str, group_name: str) -> Any:
+    """An all-reduce by a Triton kernel, or None if x is elsewhere or it is left to others."""
+    seen = "fcoll_form" in V.graph.current_node.meta  # by the passes, whose key caches have
+    made = cuda.all_reduce(x, reduce_op, group_name) if seen and _is_on_cuda(x) else None
+    if made is not None:
+        in_order(_noted())
+        _complete().add(made.get_name())
+    return made
+
+
+def _is_on_cuda(x: Any) -> bool:
+    return x.get_device().type == "cuda"
+
+
+def _complete() -> set[str]:
+    """The results in the graph that is being lowered that have a wait, and nothing to wait for."""
+    return vars(V.graph).setdefault("fcoll_complete", set())
 
 
 def _writing(row: Collective) -> Callable[..., Any]:
@@ -78,7 +99,7 @@ for _row in COLLECTIVES.values():
 
 @lowers("all_reduce")
 def all_reduce(x: Any, reduce_op: str, group_name: str, grad: str = "sum") -> Any:
-    made = _in_place("all_reduce", x, reduce_op, group_name)
+    made = _in_place("all_reduce", x, reduce_op, group_name) or _on_cuda(x, reduce_op, group_name)
     return made or _kernel("all_reduce")(x, reduce_op, group_name, grad)
 
 
@@ -98,5 +119,37 @@ def reduce_scatter(
 
 @lowers("wait_tensor")
 def wait(x: Any) -> Any:
-    started = _announced().pop(x.get_name(), None) if isinstance(x, ir.TensorBox) else None
+    name = x.get_name() if isinstance(x, ir.TensorBox) else ""
+    if name in _complete():
+        _complete().discard(name)
+        return x
+    started = _announced().pop(name, None)
     return one_shot.collect(started) if started else stock_wait(x)
+
+
+# torch's own all-reduces, where the passes have left them to stock Inductor: on CUDA the group may
+# have symmetric memory where it has none of fcoll's.
+
+
+def _torchs_all_reduce(x: Any, reduce_op: str, group_name: str) -> Any:
+    made = _on_cuda(x, reduce_op, group_name)
+    return made or _stock_all_reduce(_torch.all_reduce, x, reduce_op, group_name)
+
+
+def _torchs_all_reduce_(x: Any, reduce_op: str, group_name: str) -> Any:
+    made = _on_cuda(x, reduce_op, group_name)
+    if made is None:
+        return _stock_all_reduce(_torch.all_reduce_, x, reduce_op, group_name)
+    lowering.mutate_to(x, made)
+    _complete().add(x.get_name())
+    return x
+
+
+def _stock_all_reduce(op: Any, x: Any, reduce_op: str, group_name: str) -> Any:
+    made = stock(op)(x, reduce_op, group_name)
+    if _is_on_cuda(x) and "fcoll_form" in V.graph.current_node.meta:
+        _noted()
+    return made
+
+
+TORCHS = {_torch.all_reduce: _torchs_all_reduce, _torch.all_reduce_: _torchs_all_reduce_}

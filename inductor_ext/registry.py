@@ -49,7 +49,7 @@ def register() -> None:
     what stock Inductor does."""
     if _registered:
         return
-    from inductor_ext import fakes, lowerings  # noqa: F401 (it registers the lowerings)
+    from inductor_ext import fakes, lowerings
     from inductor_ext._torch import lowering, wait_tensor
 
     if symm_mem.load():
@@ -61,13 +61,20 @@ def register() -> None:
         if name != "wait_tensor":
             lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
         lowering.register_lowering(op, type_promotion_kind=None)(_dispatch(name))
+    for op, lower in lowerings.TORCHS.items():
+        _registered[op] = lowering.lowerings.get(op)
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def stock(op: Any) -> Callable[..., Any]:
+    """Inductor's own lowering of an op; of a wait with the order of point-to-point kept."""
+    return _registered[op]
 
 
 def stock_wait(x: Any) -> Any:
-    """Inductor's own lowering of a wait, with the order of point-to-point kept."""
     from inductor_ext._torch import wait_tensor
 
-    return _registered[wait_tensor](x)
+    return stock(wait_tensor)(x)
 
 
 def unregister() -> None:

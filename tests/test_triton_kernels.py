@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from programs import bits, normal
 from ranks import RankPool
 
+from fcoll.groups import by_name
 from fcoll.native import build
-from inductor_ext import triton_ops
+from inductor_ext import cuda, triton_ops
 
 pytestmark = [
     pytest.mark.usefixtures("compiled"),
@@ -279,6 +281,19 @@ def wrong_calls(rank: int) -> None:
 
 def test_wrong_calls(interpreted2):
     interpreted2.run(wrong_calls)
+
+
+def trial(rank: int) -> tuple[str, str]:
+    """What cuda.enable does to find out whether it works."""
+    ops()
+    works = cuda._fails(by_name(WORLD), torch.device("cpu"))
+    with mock.patch.object(triton_ops, "one_shot_all_reduce", lambda x, *_: x):
+        return works, cuda._fails(by_name(WORLD), torch.device("cpu"))
+
+
+def test_a_trial_shows_whether_it_works(interpreted2):
+    wrong = "an all-reduce in symmetric memory gave {}, not 3"
+    assert interpreted2.run(trial) == [("", wrong.format(1)), ("", wrong.format(2))]
 
 
 def test_shapes_without_data():
