@@ -151,6 +151,9 @@ def _meeting(x: Tensor, reduce_op: str, group_name: str) -> _Meeting:
             "the tensor is not in symmetric memory: "
             "make it with torch.distributed._symmetric_memory.empty"
         )
+    if not all(handle.buffer_ptrs):  # as in groups of several hosts
+        far = handle.buffer_ptrs.index(0)
+        raise ValueError(f"the memory of rank {far} is not mapped by rank {handle.rank}")
     why = why_not(x.dtype, reduce_op, handle.world_size)
     if why:
         raise ValueError(why)

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -342,3 +344,20 @@ def enabled_where_it_works_on(rank: int, ranks: set[int]) -> tuple[str, bool]:
 def test_all_ranks_agree(ranks2):
     assert ranks2.run(enabled_where_it_works_on, {0, 1}) == [("", True)] * 2
     assert ranks2.run(enabled_where_it_works_on, {0}) == [("rank 1: no way", False)] * 2
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from inductor_ext import cuda, registry, triton_ops
+registry.register()
+assert not triton_ops.has_triton()
+print(cuda._lacks(None))
+"""
+
+
+def test_without_triton():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "triton is not installed\n", done.stderr

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from programs import bits, normal
+from programs import compiled as compile_afresh
 from ranks import RankPool
 
+import inductor_ext
 from fcoll.groups import by_name
 from fcoll.native import build
 from inductor_ext import cuda, triton_ops
@@ -261,6 +263,24 @@ def test_all_reduce_add_and_norm_on_four_ranks(interpreted4):
     assert all(r == ranks[0] for r in ranks)
 
 
+# -- in a compiled graph ---
+
+
+def compiled_graph(rank: int) -> None:
+    """The product is written into symmetric memory, of CPU tensors here, and reduced there."""
+    op = ops().one_shot_all_reduce.default
+    inductor_ext.requires_symmetric_memory(op, "symmetric_input")
+    xs, w = every_rank(4, 32, dtype=torch.float32), normal(32, 32, rank=0)
+    f = compile_afresh(lambda x, w: op(x @ w, "sum", WORLD))
+    for _ in range(3):
+        got = f(xs[rank], w)
+    torch.testing.assert_close(got, sum(x @ w for x in xs), rtol=1e-5, atol=1e-5)
+
+
+def test_in_a_compiled_graph(interpreted2):
+    interpreted2.run(compiled_graph, timeout=170)
+
+
 # -- mistakes ---
 
 
@@ -281,6 +301,19 @@ def wrong_calls(rank: int) -> None:
 
 def test_wrong_calls(interpreted2):
     interpreted2.run(wrong_calls)
+
+
+def unmapped(rank: int) -> None:
+    handle = mock.Mock(rank=rank, world_size=2, buffer_ptrs=[1, 0])
+    with (
+        mock.patch.object(triton_ops, "rendezvous", return_value=handle),
+        pytest.raises(ValueError, match=f"memory of rank 1 is not mapped by rank {rank}"),
+    ):
+        ops().one_shot_all_reduce(torch.ones(3), "sum", WORLD)
+
+
+def test_ranks_that_cannot_reach_each_other(interpreted2):
+    interpreted2.run(unmapped)
 
 
 def trial(rank: int) -> tuple[str, str]:
