@@ -9,7 +9,7 @@ to memory nor read back nor allocated, and a tensor that several of its steps us
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from fcoll import _torch
 from fcoll.collectives import COLLECTIVES, Expr, row_of
+from fcoll.tracing.sizes import Hints, values_of
 from fcoll.where import show
 
 #: node -> (source line, module path, phase)
@@ -53,10 +54,14 @@ class Step:
 
 
 def steps_of(
-    graph_module: GraphModule, collectives: Sequence[Any], where: Where | None = None
+    graph_module: GraphModule,
+    collectives: Sequence[Any],
+    where: Where | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[Step, ...]:
-    """The steps of a graph in its order. ``collectives`` are those that the graph issues."""
-    walk = _Walk(collectives, where or _origin)
+    """The steps of a graph in its order. ``collectives`` are those that the graph issues, ``sizes``
+    the values of symbols that the trace has none for."""
+    walk = _Walk(collectives, where or _origin, Hints(sizes))
     for node in graph_module.graph.nodes:
         walk.visit(node)
     return tuple(walk.steps())
@@ -65,18 +70,17 @@ def steps_of(
 def input_bytes(graph_module: GraphModule) -> int:
     """The memory of the graph's inputs (parameters, optimizer state, batch), held all along."""
     inputs = (n for n in graph_module.graph.nodes if n.op in ("placeholder", "get_attr"))
-    return sum(_hint(_nbytes(n)) for n in inputs)
+    return sum(Hints()(_nbytes(n)) for n in inputs)
 
 
 def sizes_of(graph_module: GraphModule) -> dict[str, int]:
-    """The values that the symbols of a graph's shapes had in its trace: {"s0": 128}."""
+    """The values that the symbols of a graph's shapes had in its trace: {"s0": 128}; of those that
+    only a run knows, the upper bounds."""
     sizes: dict[str, int] = {}
     for node in graph_module.graph.nodes:
         for x in _tensors(node):
             for size in x.shape:
-                expr = _torch.size_expr(size)
-                if getattr(expr, "is_Symbol", False):
-                    sizes[str(expr)] = _torch.size_hint(size)
+                sizes |= values_of(size)
     return sizes
 
 
@@ -96,19 +100,6 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 def _nbytes(node: Node) -> Any:
     return sum((x.numel() * x.dtype.itemsize for x in _tensors(node)), 0)
-
-
-def _hint(size: Any) -> int:
-    return int(_torch.size_hint(size))
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    """Of two sizes; decided by hints, so that no guard is added to a symbolic graph."""
-    return a if _hint(a) < _hint(b) else b
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return b if _hint(a) < _hint(b) else a
 
 
 def _dtype(node: Node) -> str:
@@ -160,8 +151,8 @@ class _Walk:
     A storage has the name of the node that made it; a value may lie in several (a list).
     """
 
-    def __init__(self, collectives: Sequence[Any], where: Where) -> None:
-        self.where = where
+    def __init__(self, collectives: Sequence[Any], where: Where, hint: Hints) -> None:
+        self.where, self.hint = where, hint
         self.started = {c.start: c for c in collectives}
         self.streams = _stream_names(collectives)
         self.drafts: dict[str, _Draft] = {}
@@ -273,7 +264,7 @@ class _Walk:
         The group's kernel runs where its last step stands. That is right because nothing outside
         has used any of its results by then.
         """
-        elements, phase = _elements(draft.node), draft.where[2]
+        elements, phase = self.elements(draft.node), draft.where[2]
         mine: _Kernel | None = None
         kernels = {k.position: k for s in used if (k := self.kernel_of(s))}
         for _, kernel in sorted(kernels.items()):
@@ -282,12 +273,33 @@ class _Walk:
             if mine is not None and not _same_loop(mine.elements, kernel.elements):
                 continue
             if _same_loop(elements, kernel.elements):
-                mine = _join(mine, kernel)
+                mine = self.join(mine, kernel)
         mine = mine or _Kernel(None, elements, phase, position=len(self.drafts))
         if mine.first is None and draft.filled:
             mine.first = draft.node.name
         mine.elements = max(mine.elements, elements)
         return mine
+
+    def elements(self, node: Node) -> int:
+        """How many elements a fusible op loops over: those of its result, of a reduction its
+        input."""
+        nodes = [node, *node.all_input_nodes] if _torch.op_reduces(node.target) else [node]
+        return max((self.hint(x.numel()) for n in nodes for x in _tensors(n)), default=1)
+
+    def join(self, one: _Kernel | None, other: _Kernel) -> _Kernel:
+        if one is None:
+            return other
+        other.joined = one  # the one that came first
+        one.elements = max(one.elements, other.elements)
+        one.first = one.first or other.first
+        for storage, nbytes in other.read.items():
+            before = one.read.get(storage, 0)
+            one.read[storage] = nbytes if self.smaller(before, nbytes) is before else before
+        return one
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        """Of two sizes; decided by hints, so that no guard is added to a symbolic graph."""
+        return a if self.hint(a) < self.hint(b) else b
 
     def made_in(self, kernel: _Kernel | None, storage: str) -> bool:
         """Was this storage allocated in this kernel?"""
@@ -323,14 +335,15 @@ class _Walk:
             if not mine:
                 draft.write += _nbytes(x)
         moves = not (_torch.flop_formula(node.target) or _torch.op_reduces(node.target))
-        most = _nbytes(node) or draft.write
+        made = _nbytes(node)
+        most = made if self.hint(made) else draft.write
         read = kernel.read if kernel else {}
         for argument in node.all_input_nodes:
-            nbytes = _smaller(most, _nbytes(argument)) if moves else _nbytes(argument)
+            nbytes = self.smaller(most, _nbytes(argument)) if moves else _nbytes(argument)
             for storage in self.storages.get(argument, ()):
                 if kernel and self.kernel_of(storage) is kernel:
                     continue  # it is still in registers
-                amount = _smaller(self.bytes[storage] - read.get(storage, 0), nbytes)
+                amount = self.smaller(self.bytes[storage] - read.get(storage, 0), nbytes)
                 read[storage] = read.get(storage, 0) + amount
                 draft.read += amount
 
@@ -355,7 +368,7 @@ class _Walk:
                 read_bytes=_torch.size_expr(draft.read),
                 write_bytes=_torch.size_expr(draft.write + written),
                 dtype=_dtype(draft.node),
-                out_bytes=_hint(made),
+                out_bytes=self.hint(made),
                 last_use_of=tuple(draft.frees),
                 collective=issued.id if issued else None,
                 op=issued.op if issued else _torch.op_name(draft.node.target),
@@ -402,23 +415,6 @@ def _written(node: Node) -> list[Node]:
     return found
 
 
-def _elements(node: Node) -> int:
-    """How many elements a fusible op loops over: those of its result, of a reduction its input."""
-    nodes = [node, *node.all_input_nodes] if _torch.op_reduces(node.target) else [node]
-    return max((_hint(x.numel()) for n in nodes for x in _tensors(n)), default=1)
-
-
 def _same_loop(a: int, b: int) -> bool:
     """The same elements, or one value for a row of the other's."""
     return a == b or (a > 0 and b > 0 and max(a, b) % min(a, b) == 0)
-
-
-def _join(one: _Kernel | None, other: _Kernel) -> _Kernel:
-    if one is None:
-        return other
-    other.joined = one  # the one that came first
-    one.elements = max(one.elements, other.elements)
-    one.first = one.first or other.first
-    for storage, nbytes in other.read.items():
-        one.read[storage] = _larger(one.read.get(storage, 0), nbytes)
-    return one

@@ -15,7 +15,6 @@ from functools import cached_property
 from traceback import walk_tb
 from typing import Any
 
-import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -29,6 +28,7 @@ from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.issued import Issued, collectives_of
 from fcoll.tracing.recorder import Recorder, parts_of
+from fcoll.tracing.sizes import from_text, to_text
 from fcoll.where import is_library, show
 
 MODES = ("joint", "compiled", "forward")
@@ -59,9 +59,13 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The graph as a timeline and a scheduler see it."""
+        """The graph as a timeline and a scheduler see it.
+
+        Sizes that only a run knows are taken to be as large as they can be. For one without a bound
+        say ``trace.sizes["u0"] = 4096`` first, or MissingSize is raised.
+        """
         assert self.graph_module is not None
-        return steps_of(self.graph_module, self.collectives)
+        return steps_of(self.graph_module, self.collectives, sizes=self.sizes)
 
     @cached_property
     def input_bytes(self) -> int:
@@ -70,7 +74,8 @@ class Trace:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The values of symbolic sizes in this trace: {"s0": 128}."""
+        """The values of symbolic sizes in this trace: {"s0": 128}; or, of those that only a run
+        knows, their upper bounds."""
         return sizes_of(self.graph_module) if self.graph_module is not None else {}
 
     def to_json(self) -> str:
@@ -89,6 +94,16 @@ class Trace:
         made = cls(None, collectives, data["rank"], data["mesh"], steps)
         made.input_bytes, made.sizes = data["input_bytes"], data["sizes"]
         return made
+
+    def __eq__(self, other: object) -> bool:
+        """The same step: all but the graph, which a trace from JSON has not."""
+        return isinstance(other, Trace) and self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _content(self) -> tuple[Any, ...]:
+        facts = self.rank, self.mesh, self.input_bytes, self.sizes
+        return *facts, self.collectives, self.steps
 
     def diff(self, other: Trace) -> Diff:
         """What the other trace issues that this one does not, and the other way round."""
@@ -185,11 +200,11 @@ def human(size: Any) -> str:
 
 
 def _expression_to_json(x: Any) -> Any:
-    return {"expression": str(x)}
+    return {"expression": to_text(x)}
 
 
 def _expression_from_json(x: dict[str, Any]) -> Any:
-    return sympy.sympify(x["expression"]) if x.keys() == {"expression"} else x
+    return from_text(x["expression"]) if x.keys() == {"expression"} else x
 
 
 def _restored(cls: Any, row: dict[str, Any]) -> Any:

@@ -27,9 +27,9 @@ NO_MODULE = ("cross_entropy", "pipeline")  # functions that are called by no mod
 def enclosing(line: int) -> str:
     """The class or function at the top level of demos.py that the line is in."""
     for node in ast.parse(SOURCE.read_text()).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            if node.lineno <= line <= (node.end_lineno or 0):
-                return node.name
+        named = isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        if named and node.lineno <= line <= (node.end_lineno or 0):
+            return node.name
     raise AssertionError(f"line {line} is in no function")
 
 

@@ -290,3 +290,47 @@ def test_symbolic_shapes_stay_symbolic():
     assert larger.step_us > line.step_us
     with pytest.raises(fcoll.errors.MissingSize):
         timeline((found, ()), "h100")
+
+
+def chosen(mesh):
+    """Sizes that depend on the data: of a mask, and of splits that are read from a tensor."""
+
+    def masked(x, counts):
+        return fcoll.all_gather_into_tensor(x[x[:, 0] > 0] * 2, mesh) @ x.new_ones(8, 8)
+
+    def split(x, counts):
+        splits = counts.tolist()
+        return fcoll.all_to_all_single(x, mesh, splits, [4] * 4) * 2
+
+    return masked, split
+
+
+def test_sizes_that_only_a_run_knows_are_as_large_as_they_can_be():
+    with fcoll.fake_world(ep=4) as mesh:
+        masked, _ = chosen(mesh)
+        trace = fcoll.trace(masked, torch.ones(16, 8, requires_grad=True), torch.ones(4))
+        (gather, _) = trace.collectives
+        (symbol,) = gather.bytes.free_symbols
+        assert gather.bytes == 4 * 16 * 8 * symbol / 4  # what comes out: 4 ranks' parts
+        assert trace.sizes == {str(symbol): 16}
+        product = next(s for s in trace.steps if s.op == "aten::mm" and s.phase == "fwd")
+        assert product.flops.subs({symbol: 16}) == 2 * 64 * 8 * 8
+        assert product.out_bytes == 64 * 8 * 4
+        half = timeline(trace, "h100", sizes={str(symbol): 8})
+        assert half.step_us < timeline(trace, "h100").step_us
+        assert half.peak_bytes < timeline(trace, "h100").peak_bytes
+
+
+def test_sizes_without_a_bound_must_be_given():
+    with fcoll.fake_world(ep=4) as mesh:
+        _, split = chosen(mesh)
+        counts = torch.empty(4, dtype=torch.long, device="meta")
+        trace = fcoll.trace(split, torch.ones(16, 8), counts)
+        with pytest.raises(fcoll.errors.MissingSize, match=r"u0, u1, u2, u3.*sizes="):
+            _ = trace.steps
+        with pytest.raises(fcoll.errors.MissingSize):
+            timeline(trace, "h100")
+        given = {f"u{i}": 4 for i in range(4)}
+        assert timeline(trace, "h100", sizes=given).step_us > 0
+        trace.sizes.update(given)
+        assert next(s for s in trace.steps if s.op == "aten::mul").out_bytes == 16 * 8 * 4

@@ -18,11 +18,14 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 from fcoll import demos, groups
 from fcoll.collectives import COLLECTIVES
 from fcoll.errors import BadOption, DataDependent, UnknownCollective
+from fcoll.tracing import _torch
+from fcoll.tracing.sizes import from_text, to_text
 
 GOLDEN = Path(__file__).parent / "golden"
 MESHES: dict[str, dict[str, int]] = {
@@ -348,3 +351,31 @@ def test_a_collective_that_is_not_known_is_said_not_to_be():
 
     with fcoll.fake_world(dp=2), pytest.raises(UnknownCollective, match="cannot be traced"):
         fcoll.trace(step, torch.empty(4, device="meta"), mode="forward")
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_trace_from_json_is_equal(name):
+    t = traced(name)
+    assert fcoll.Trace.from_json(t.to_json()) == t
+    assert t != traced(name, rank=1)
+
+
+def test_symbolic_sizes_are_equal_after_json():
+    def masked(x):
+        return fcoll.all_gather_into_tensor(x[x[:, 0] > 0] * 2, mesh)
+
+    with fcoll.fake_world(tp=2) as mesh:
+        t = fcoll.trace(masked, torch.ones(12, 8))
+        assert t.collectives[0].bytes.free_symbols and t.sizes == {"u0": 12}
+        again = fcoll.Trace.from_json(t.to_json())
+    assert again == t
+    assert again.collectives[0].bytes == t.collectives[0].bytes
+
+
+def test_torchs_own_functions_of_sizes_come_back_from_text():
+    graph = make_fx(lambda x: x.view(-1, 2)[::3].flatten(), tracing_mode="symbolic")(torch.ones(12))
+    found = [size for n in graph.graph.nodes for size in getattr(n.meta.get("val"), "shape", ())]
+    exprs = [_torch.size_expr(size) for size in found if isinstance(size, torch.SymInt)]
+    assert any("//" in str(e) for e in exprs)
+    for e in exprs:
+        assert from_text(to_text(e)) == e and e.free_symbols

@@ -25,7 +25,7 @@ from typing import Any
 
 from fcoll.cost import Machine, collective_us, compute_us, number
 from fcoll.errors import BadOption
-from fcoll.steps import Step
+from fcoll.steps import Step, steps_of
 
 WAITS = ("in place", "first use")
 Costs = Mapping[str, float] | Callable[[Step], float | None]
@@ -104,8 +104,8 @@ def timeline(
     """
     if waits not in WAITS:
         raise BadOption(op="timeline", arg="waits", value=waits, known=WAITS)
-    steps, collectives, held = _parts(trace)
-    sizes = sizes if sizes is not None else getattr(trace, "sizes", None)
+    steps, collectives, held = _parts(trace, sizes)
+    sizes = {**getattr(trace, "sizes", {}), **(sizes or {})}
     machine = Machine.of(machine)
     run = _Run(_pricing(collectives, machine, costs, sizes), lazy=waits == "first use")
     for step in steps:
@@ -130,9 +130,15 @@ def timeline(
     )
 
 
-def _parts(trace: Any) -> tuple[tuple[Step, ...], tuple[Any, ...], int]:
+def _parts(
+    trace: Any, sizes: Mapping[str, int] | None
+) -> tuple[tuple[Step, ...], tuple[Any, ...], int]:
     if isinstance(trace, tuple):
         return tuple(trace[0]), tuple(trace[1]), 0
+    if sizes and trace.graph_module is not None:
+        known = {**trace.sizes, **sizes}
+        steps = steps_of(trace.graph_module, trace.collectives, sizes=known)
+        return steps, trace.collectives, trace.input_bytes
     return trace.steps, trace.collectives, getattr(trace, "input_bytes", 0)
 
 

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.debug as dtensor_debug
+import torch.utils._sympy.functions as sympy_functions
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -298,6 +300,28 @@ def storage_id(x: torch.Tensor) -> int:
 def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
     """What two tensor objects that are the same view of the same memory have in common."""
     return storage_id(x), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
+
+
+# -- symbolic sizes ---
+
+#: The functions that torch's expressions of sizes have besides sympy's own.
+SYMPY_FUNCTIONS = {
+    name: fn
+    for name, fn in vars(sympy_functions).items()
+    if isinstance(fn, type) and issubclass(fn, sympy.Function)
+}
+
+
+def symbol_value(node: Any, symbol: Any) -> int | None:
+    """The value of a symbol in the trace that a SymInt's node is of, else its upper bound."""
+    env = node.shape_env
+    if (value := env.backed_var_to_val.get(symbol)) is not None:
+        return int(value)
+    bound = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
+    return int(bound) if bound is not None and bound.is_Integer and bound < _ENDLESS else None
+
+
+_ENDLESS = 2**48  # torch has bounds such as 2**63 - 1 for what has none
 
 
 # -- timers ---

@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
 from fcoll.collectives import COLLECTIVES, Collective, row_of
+from fcoll.errors import MissingSize
 from fcoll.tracing import _torch
 from fcoll.tracing.recorder import Frames
+from fcoll.tracing.sizes import Hints
 from fcoll.where import show
 
 
@@ -125,10 +127,12 @@ def _issued(id: int, node: fx.Node, here: Frames, line: Callable[[Any], str]) ->
 
 
 def _larger(a: Any, b: Any) -> Any:
-    """By the values that symbolic sizes have in this trace; the first if they have none."""
-    hints = _torch.size_hint(a), _torch.size_hint(b)
-    known = all(isinstance(hint, int) for hint in hints)
-    return _torch.size_expr(b if known and hints[1] > hints[0] else a)
+    """By the values or bounds of symbolic sizes; the first if they have none."""
+    hint = Hints()
+    try:
+        return _torch.size_expr(b if hint(b) > hint(a) else a)
+    except MissingSize:
+        return _torch.size_expr(a)
 
 
 def _bytes(tensors: list[Tensor]) -> Any:
