@@ -64,11 +64,19 @@ def _part(buffers, offset, r, like, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, at, end, WIDE: tl.constexpr, TAIL: tl.constexpr):
+def _parts(buffers, offset, like, RANKS: tl.constexpr, ALIGNED: tl.constexpr):
+    parts = ()
+    for r in tl.static_range(RANKS):
+        parts += (_part(buffers, offset, r, like, ALIGNED),)
+    return parts
+
+
+@triton.jit
+def _load(pointer, at, end, TAIL: tl.constexpr):
     if TAIL:
-        return tl.load(pointer + at, mask=at < end, other=0).to(WIDE)
+        return tl.load(pointer + at, mask=at < end, other=0)
     else:  # no mask: it would keep the loads narrow where the size is odd
-        return tl.load(pointer + at).to(WIDE)
+        return tl.load(pointer + at)
 
 
 @triton.jit
@@ -94,22 +102,17 @@ def _join(a, b, OP: tl.constexpr):
 
 @triton.jit
 def _reduced(
-    buffers,
-    offset,
-    like,
-    at,
-    end,
-    RANKS: tl.constexpr,
-    OP: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr,
+    parts, at, end, RANKS: tl.constexpr, OP: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr
 ):
     """The elements ``at``, those before ``end``, reduced over all ranks, in a wide type."""
-    total = _load(_part(buffers, offset, 0, like, ALIGNED), at, end, WIDE, TAIL)
+    # All loads come before the first addition, and the addresses were loaded before the loop: so
+    # that all peers can be asked before one has answered.
+    loaded = ()
+    for r in tl.static_range(RANKS):
+        loaded += (_load(parts[r], at, end, TAIL),)
+    total = loaded[0].to(WIDE)
     for r in tl.static_range(1, RANKS):
-        x = _load(_part(buffers, offset, r, like, ALIGNED), at, end, WIDE, TAIL)
-        total = _join(total, x, OP)
+        total = _join(total, loaded[r].to(WIDE), OP)
     if OP == "avg":
         n = tl.full(total.shape, RANKS, WIDE)
         total = tl.div_rn(total, n) if tl.float32 == WIDE else total / n  # f32 / is approximate
@@ -132,15 +135,17 @@ def one_shot(
     BLOCK: tl.constexpr,
 ):
     """Every rank reads all parts, and reduces all of them."""
-    _meet(pads, rank, 0, RANKS, LANES)  # the parts are there
+    count = tl.cast(count, tl.int64)  # near 2**31 it would overflow when it is rounded up
+    parts = _parts(buffers, offset, out, RANKS, ALIGNED)
+    _meet(pads, rank, 0, RANKS, LANES)  # what is in them is there
     for tile in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         start = tl.cast(tile, tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         if start + BLOCK <= count:
-            x = _reduced(buffers, offset, out, at, count, RANKS, OP, WIDE, ALIGNED, False)
+            x = _reduced(parts, at, count, RANKS, OP, WIDE, False)
             _store(out, at, count, x, False)
         else:
-            x = _reduced(buffers, offset, out, at, count, RANKS, OP, WIDE, ALIGNED, True)
+            x = _reduced(parts, at, count, RANKS, OP, WIDE, True)
             _store(out, at, count, x, True)
     # All have read what this block read: when the kernel ends, this rank may write there again.
     _meet(pads, rank, 1, RANKS, LANES)
@@ -167,31 +172,32 @@ def two_shot(
     Only the rank whose share it is reads or writes it there until the second meeting; after that
     each rank copies what its peers have written to it. Block b copies what the blocks b wrote.
     """
+    share = tl.cast(share, tl.int64)
+    parts = _parts(buffers, offset, out, RANKS, ALIGNED)
     _meet(pads, rank, 0, RANKS, LANES)
     for tile in range(tl.program_id(0), tl.cdiv(share, BLOCK), tl.num_programs(0)):
-        start = tl.cast(rank, tl.int64) * share + tl.cast(tile, tl.int64) * BLOCK
-        end = tl.minimum((tl.cast(rank, tl.int64) + 1) * share, count)
+        start = rank * share + tl.cast(tile, tl.int64) * BLOCK
+        end = tl.minimum((rank + 1) * share, count)
         at = start + tl.arange(0, BLOCK)
         if start + BLOCK <= end:
-            x = _reduced(buffers, offset, out, at, end, RANKS, OP, WIDE, ALIGNED, False)
+            x = _reduced(parts, at, end, RANKS, OP, WIDE, False)
             for r in tl.static_range(RANKS):
-                _store(_part(buffers, offset, r, out, ALIGNED), at, end, x, False)
+                _store(parts[r], at, end, x, False)
         else:
-            x = _reduced(buffers, offset, out, at, end, RANKS, OP, WIDE, ALIGNED, True)
+            x = _reduced(parts, at, end, RANKS, OP, WIDE, True)
             for r in tl.static_range(RANKS):
-                _store(_part(buffers, offset, r, out, ALIGNED), at, end, x, True)
+                _store(parts[r], at, end, x, True)
     _meet(pads, rank, 1, RANKS, LANES)
     own = _part(buffers, offset, rank, out, ALIGNED)
-    kind = out.dtype.element_ty
     for tile in range(tl.program_id(0), tl.cdiv(share, BLOCK), tl.num_programs(0)):
         for r in tl.static_range(RANKS):
             start = tl.cast(tile, tl.int64) * BLOCK + r * share
             end = tl.minimum((r + 1) * share, count)
             at = start + tl.arange(0, BLOCK)
             if start + BLOCK <= end:
-                _store(out, at, end, _load(own, at, end, kind, False), False)
+                _store(out, at, end, _load(own, at, end, False), False)
             else:
-                _store(out, at, end, _load(own, at, end, kind, True), True)
+                _store(out, at, end, _load(own, at, end, True), True)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -216,14 +222,15 @@ def one_shot_norm(
 ):
     """total = all_reduce(x) + residual and normed = rms_norm(total) * weight, a row at a time; all
     in f32 and rounded once. WHOLE: a row is BLOCK long, so there is no tail."""
+    parts = _parts(buffers, offset, total, RANKS, ALIGNED)
     _meet(pads, rank, 0, RANKS, LANES)
     column = tl.arange(0, BLOCK)
-    scale = _load(weight, column, width, tl.float32, not WHOLE)
+    scale = _load(weight, column, width, not WHOLE).to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * width
         at, end = start + column, start + width
-        x = _reduced(buffers, offset, total, at, end, RANKS, OP, tl.float32, ALIGNED, not WHOLE)
-        x += _load(residual, at, end, tl.float32, not WHOLE)
+        x = _reduced(parts, at, end, RANKS, OP, tl.float32, not WHOLE)
+        x += _load(residual, at, end, not WHOLE).to(tl.float32)
         _store(total, at, end, x, not WHOLE)
         if not WHOLE:
             x = tl.where(column < width, x, 0.0)

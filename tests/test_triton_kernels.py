@@ -385,7 +385,7 @@ def fresh_triton(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("kind", ("bf16", "fp32"))
 def test_signals_and_wide_loads_on_sm_90(fresh_triton, kernel, kind):
     code = ptx(kernel, kind)
-    lines = re.findall(r"atom\S*|bar\.sync|(?:ld|st)\.global\.v4\S*", code)
+    lines = re.findall(r"atom\S*|bar\.sync|(?:ld|st)\.global\.v4\S*|add\.f32", code)
     sends = [i for i, line in enumerate(lines) if "sys.release.exch" in line]
     takes = [i for i, line in enumerate(lines) if "sys.acquire.exch" in line]
     assert len(sends) == len(takes) == 2
@@ -398,6 +398,7 @@ def test_signals_and_wide_loads_on_sm_90(fresh_triton, kernel, kind):
     stores = [i for i, line in enumerate(lines) if line.startswith("st.global.v4")]
     read = [i for i in loads if takes[0] < i < sends[1]]
     assert len(read) >= 8  # one a rank
+    assert read[7] - read[0] == 7  # all peers are asked before the first answer is used
     if kernel == "two_shot":
         assert len([i for i in stores if takes[0] < i < sends[1]]) == 8  # to every rank
         assert len([i for i in loads if i > takes[1]]) == 8  # every rank's share
