@@ -2,7 +2,8 @@
 
 The program is traced for each rank, or for ranks that stand for the others. Then three proofs:
 on every group all members make the same calls in the same order, every send meets a receive that
-fits, and no ranks wait for one another in a circle.
+fits, and no ranks wait for one another in a circle. A wait for a send, as in ``dist.send``, lasts
+until it is received: a backend's buffers may let a small message go, but not one of any size.
 """
 
 from __future__ import annotations

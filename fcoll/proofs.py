@@ -333,6 +333,17 @@ def no_deadlock(programs: dict[int, Program]) -> None:
         _raise_deadlock(run, stuck[0])
 
 
+def _way_out(calls: list[Issued]) -> str:
+    if not any(map(is_transfer, calls)):
+        return "Let all ranks make their calls on different groups in the same order."
+    if all("dst" in call.args for call in calls):
+        return (
+            "All of them send first and wait until it is received, which only small messages need "
+            "not do. Let one receive first, wait later (isend), or use batch_p2p."
+        )
+    return "Send first, or use batch_p2p, which does both at once."
+
+
 def _raise_deadlock(run: _Run, rank: int) -> None:
     chain = [rank]
     while (following := run.blockers(chain[-1])[0]) not in chain:
@@ -343,12 +354,7 @@ def _raise_deadlock(run: _Run, rank: int) -> None:
     for r, call, after in zip(circle, calls, [*circle[1:], circle[0]], strict=True):
         group = call.axis or call.group
         lines.append(f'  rank {r} is in {describe(call)} on "{group}" and waits for {after}')
-    messages = any(map(is_transfer, calls))
-    lines.append(
-        "Send first, or use batch_p2p, which does both at once."
-        if messages
-        else "Let all ranks make their calls on different groups in the same order."
-    )
+    lines.append(_way_out(calls))
     error = Deadlock(message="\n".join(lines))
     error.ranks, error.calls = tuple(circle), tuple(calls)
     raise error

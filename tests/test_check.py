@@ -7,12 +7,13 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import FAULTS
 
 import fcoll
 from fcoll.check import check, representatives
 from fcoll.demos import DEMOS
-from fcoll.errors import BadMesh, CheckMismatch
+from fcoll.errors import BadMesh, CheckMismatch, Deadlock
 from fcoll.tracing import workers
 
 MESHES = {
@@ -193,6 +194,46 @@ def test_ranks_can_be_named():
         check(build, {"dp": 100}, ranks=[0, 10])
     with pytest.raises(BadMesh):
         check(build, {"dp": 2}, ranks=[2])
+
+
+def exchange(mesh, how):
+    """Two ranks that send to each other, by torch.distributed."""
+    rank, peer = mesh.get_rank(), 1 - mesh.get_rank()
+
+    def step(x):
+        y = torch.empty_like(x)
+        if how == "both send first":
+            dist.send(x, peer)
+            dist.recv(y, peer)
+        elif how == "one sends first":
+            first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+            first(x if rank == 0 else y, peer)
+            second(y if rank == 0 else x, peer)
+        elif how == "both wait later":
+            sent = dist.isend(x, peer)
+            dist.recv(y, peer)
+            sent.wait()
+        else:  # both receive first
+            dist.recv(y, peer)
+            dist.send(x, peer)
+        return y * 2
+
+    return step, (torch.ones(4),)
+
+
+@pytest.mark.parametrize(
+    ("how", "way_out"),
+    [("both send first", "Let one receive first"), ("both receive first", "Send first")],
+)
+def test_blocking_messages_that_wait_for_each_other(how, way_out):
+    with pytest.raises(Deadlock, match=way_out) as raised:
+        check(lambda mesh: exchange(mesh, how), {"pp": 2})
+    assert raised.value.ranks == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["one sends first", "both wait later"])
+def test_blocking_messages_that_meet(how):
+    assert check(lambda mesh: exchange(mesh, how), {"pp": 2}).ok
 
 
 @pytest.fixture

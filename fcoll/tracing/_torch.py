@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.debug as dtensor_debug
 import torch.utils._sympy.functions as sympy_functions
+from torch._C._distributed_c10d import FakeWork
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -175,6 +176,28 @@ def real_meshes() -> Iterator[None]:
         yield
     finally:
         DeviceMesh.__getitem__, DeviceMesh.mesh = slices, ranks  # type: ignore[method-assign]
+
+
+@contextmanager
+def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
+    """Call before(work) whenever the program waits for a handle of a fake or real group."""
+    classes = [cls for cls in (dist.Work, FakeWork) if "wait" in vars(cls)]
+    originals = [vars(cls)["wait"] for cls in classes]
+
+    def around(original: Any) -> Any:
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            before(work)
+            return original(work, *args, **kwargs)
+
+        return wait
+
+    for cls, original in zip(classes, originals, strict=True):
+        cls.wait = around(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cls, original in zip(classes, originals, strict=True):
+            cls.wait = original  # type: ignore[method-assign]
 
 
 # -- where the autograd engine is ---

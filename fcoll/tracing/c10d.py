@@ -167,6 +167,7 @@ class Pending:
 
     def __init__(self, started: Started) -> None:
         self.started = started
+        self.done = False
 
     def storages(self) -> set[int]:
         """What is being written to: any use of it comes after the wait."""
@@ -174,6 +175,10 @@ class Pending:
         return {_torch.storage_id(x) for x in tensors}
 
     def complete(self) -> None:
+        """Wait for them, once."""
+        if self.done:
+            return
+        self.done = True
         for result, out in self.started:
             done = torch.ops._c10d_functional.wait_tensor(result)
             if isinstance(out, _Parts):

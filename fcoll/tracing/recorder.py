@@ -76,6 +76,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._origins: list[tuple[int, Origin]] = []  # by number of the autograd node they made
         self._last_input: fx.Node | None = None
         self._pending: dict[int, c10d.Pending] = {}  # by the storage that is being written
+        self._works: dict[int, tuple[Any, c10d.Pending]] = {}  # by the handle's id, held with it
         self._is_library: dict[CodeType, bool] = {}
         self._interned: dict[Any, Any] = {}
 
@@ -129,7 +130,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _c10d(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An in-place op of torch.distributed: the table's ops in its place, and a wait at once or,
-        where the program waits for a handle, before the first use of the result."""
+        where the program has a handle, when it waits for it, at the latest before the first use
+        of the result."""
         with self:
             started = c10d.start(func, args, kwargs)
             if started is None:
@@ -137,19 +139,31 @@ class Recorder(_torch.TorchDispatchMode):
             pending, at_once = started
             if at_once:
                 pending.complete()
+        out = func(*args, **kwargs)  # for the handle that it returns
         if not at_once:
             self._pending.update(dict.fromkeys(pending.storages(), pending))
-        return func(*args, **kwargs)  # for the handle that it returns
+            if (work := _torch.work_of(out)) is not None:
+                self._works[id(work)] = work, pending
+        return out
+
+    def _waits(self, work: Any) -> None:
+        """The program waits for a handle; dist.send and dist.recv do so at once."""
+        _, pending = self._works.pop(id(work), (None, None))
+        if pending is not None:
+            self._finish(pending)
+
+    def _finish(self, pending: c10d.Pending) -> None:
+        for storage in pending.storages():
+            self._pending.pop(storage, None)
+        with self, torch.no_grad():
+            pending.complete()
 
     def _complete(self, used: Any) -> None:
         """Wait for the messages into tensors that are about to be used."""
         for x in tree_iter(used):
             pending = self._pending.get(_torch.storage_id(x)) if isinstance(x, Tensor) else None
             if pending is not None:
-                for storage in pending.storages():
-                    self._pending.pop(storage, None)
-                with self, torch.no_grad():
-                    pending.complete()
+                self._finish(pending)
 
     def _store(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """What the engine does with a leaf's new gradient. It copies it, because the recorder holds
@@ -328,7 +342,12 @@ class Recorder(_torch.TorchDispatchMode):
         before = register_optimizer_step_pre_hook(optimizer(True))
         after = register_optimizer_step_post_hook(optimizer(False))
         try:
-            with self, _torch.real_meshes(), _torch.around_sharding_propagation(self.paused):
+            with (
+                self,
+                _torch.real_meshes(),
+                _torch.around_sharding_propagation(self.paused),
+                _torch.around_waits(self._waits),
+            ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}
                 for pending in left:
