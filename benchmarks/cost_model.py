@@ -1,9 +1,9 @@
-"""Is the cost model right on this machine? Predicted against measured, 20 collectives on 2 ranks.
+"""Is the cost model right on this machine? Predicted against measured, 25 collectives on 2 ranks.
 
 The machine is measured first, as `fcoll calibrate` does (--machine local takes what that wrote),
-then collectives of sizes that calibration did not try are run and compared. Both are medians of
-the least disturbed of passes spread over the run: the cores of a virtual machine are near to each
-other now and far then, and other programs come and go.
+then collectives of 1 KiB to 16 MiB, of sizes that calibration did not try, are run and compared.
+Both are medians of the least disturbed of passes spread over the run: the cores of a virtual
+machine are near to each other now and far then, and other programs come and go.
 
 python benchmarks/cost_model.py [--machine local]
 """
@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 import fcoll
 from fcoll.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
+from fcoll.calibrate import SIZES as TRIED
 from fcoll.collectives import COLLECTIVES
 from fcoll.cost import Machine, collective_us, ring
 
-SIZES = (1 << 10, 24 << 10, 640 << 10, 12 << 20)
+SIZES = (5 << 8, 24 << 10, 640 << 10, 12 << 20, (16 << 20) - (64 << 10))
+assert not set(SIZES) & set(TRIED)
 BAR = 0.30
 
 
