@@ -134,7 +134,7 @@ def mortal(rank: int, store: str, pipe) -> None:  # type: ignore[no-untyped-def]
     pipe.send("ready")
     try:
         while True:
-            for times in (1, 700, 1400):  # in a slot, in many, read from its owner's memory
+            for times in (1, 700, 1400):  # in a slot, in many, through the window
                 fcoll.wait_tensor(fcoll.all_reduce(x.repeat(times)))
                 fcoll.wait_tensor(fcoll.all_gather_into_tensor(x.repeat(times)))
     except fcoll.errors.PeerDied as error:

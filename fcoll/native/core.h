@@ -7,10 +7,8 @@
 // A slot is written again RING sequence numbers later, when every peer has said (`done`) that it
 // has read it: so no barrier follows, and several collectives can be under way at once.
 //
-// Larger messages travel in chunks through a window of a few places that stay in the caches of both
-// sides; the largest results are stored past the caches. Parts that are only copied (all_gather,
-// all_to_all, broadcast), in the middle of the sizes, are read from their owner's memory
-// (direct.cpp).
+// Larger messages travel in chunks through a window that stays in the cache that near cores share.
+// What far cores are to read is stored past the caches, and so are the largest results.
 #pragma once
 
 #include <atomic>
@@ -125,9 +123,12 @@ class Group {
   // My slot, once every peer is done with what is in it. Data goes into it, or into the window.
   Slot* claim(uint64_t seq, bool in_window = false);
   uint8_t* data(int rank, const Slot*, bool large) const;
-  void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0, uint64_t address = 0);
+  void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0);
+  void until_read(uint64_t seq);
   const Slot* await(int peer, uint64_t seq, const Call&);
   void done(uint64_t seq);
+  void look_how_far(uint64_t seq);
+  void copy_out(void* to, const void* from, size_t bytes);
   bool published_by_all(const Pending&) const;
   void complete_all() { while (!pending_.empty()) complete_oldest(); }
   void complete_oldest();
@@ -142,13 +143,6 @@ class Group {
   void take_part(int peer, const Exchange&, size_t chunk, uint8_t* out, const size_t* out_bytes);
   void two_shot(const uint8_t* in, uint8_t* out, const Call&);
 
-  // Parts that are not copied into slots but read from their owner's memory (direct.cpp).
-  void say_what_it_reads();
-  bool read(int peer, void* to, uint64_t address, size_t bytes);
-  void fetch(int peer, void* to, uint64_t address, size_t bytes);
-  bool by_address(const void* in, size_t bytes);
-  void until_read(uint64_t seq);
-
   void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least);  // until word >= least
   void sleep(int peer, const std::atomic<uint64_t>& word, uint64_t least, double start_us);
   void look_at_peer(int peer, double waited_s);
@@ -160,14 +154,12 @@ class Group {
   bool crowded_;  // more ranks than cores: a peer may need this core to get on
   int born_;      // the fork generation it was made in
   uint64_t seq_ = 0;
-  uint64_t window_[4] = {};  // the last number that was published in each place of the window
+  uint64_t window_[16] = {};  // the last number that was published in each place of the window
+  int far_ = 0;  // above 0: the peers' cores are far, as they were found lately
   uint64_t free_until_ = RING;  // up to here, every slot has been read by all
   std::vector<Segment*> segments_;
   std::vector<int> pids_, pidfds_;
-  std::vector<uint64_t> address_;  // of the peers' parts of the call being completed; 0: in slots
-  const void* readable_ = nullptr;  // a buffer that they have been found able to read
-  size_t readable_bytes_ = 0;
-  int peers_read_ = -1;            // can all peers read this rank's memory? -1: not yet known
+  std::vector<uint64_t> beacons_;  // the peers', as they were read last
   std::deque<Pending> pending_;
   std::string broken_;
   std::mutex mutex_;

@@ -1,6 +1,7 @@
 #include "served.h"
 
 #include <ATen/EmptyTensor.h>
+#include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -111,9 +112,19 @@ Result started(const GroupPtr& g, const Call& call, const Tensor& x, Tensor out)
   return {std::move(out), ticket != 0};
 }
 
-// A new contiguous tensor, without the dispatcher: a third of at::empty's time.
+// From here on malloc gets memory from the system for every tensor and gives it back (glibc's most).
+constexpr size_t FRESH_BYTES = 32 * 1024 * 1024;
+
+// A new contiguous tensor, without the dispatcher: a third of at::empty's time. A large one in huge
+// pages, where the system has any: 64 MiB are there after 7 ms, in small pages after 31.
 Tensor empty(const Tensor& like, at::IntArrayRef sizes) {
-  return Tensor(at::detail::empty_cpu(sizes, like.scalar_type()));
+  Tensor made(at::detail::empty_cpu(sizes, like.scalar_type()));
+  if (made.nbytes() >= FRESH_BYTES) {
+    constexpr uintptr_t page = 4096;
+    auto begin = reinterpret_cast<uintptr_t>(made.data_ptr()), first = (begin + page - 1) / page * page;
+    madvise(reinterpret_cast<void*>(first), begin + made.nbytes() - first, MADV_HUGEPAGE);  // a hint
+  }
+  return made;
 }
 
 // Are parts along dim laid out one after the other in a tensor of this shape?

@@ -28,7 +28,7 @@ int64_t value(int rank, size_t i, uint64_t call) { return (rank + 1) * 1000 + i 
 
 size_t random_count(std::mt19937_64& random) {
   switch (random() % 8) {
-    case 0: return random() % 200'000;  // several slots, or read from the owner's memory
+    case 0: return random() % 200'000;  // several slots
     case 1: return random() % 40'000;
     default: return random() % 300;
   }
