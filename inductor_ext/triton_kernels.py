@@ -67,7 +67,7 @@ def _part(buffers, offset, r, like, ALIGNED: tl.constexpr):
 def _parts(buffers, offset, like, RANKS: tl.constexpr, ALIGNED: tl.constexpr):
     parts = ()
     for r in tl.static_range(RANKS):
-        parts += (_part(buffers, offset, r, like, ALIGNED),)
+        parts += (_part(buffers, offset, r, like, ALIGNED),)  # type: ignore[assignment]
     return parts
 
 
@@ -109,8 +109,8 @@ def _reduced(
     # that all peers can be asked before one has answered.
     loaded = ()
     for r in tl.static_range(RANKS):
-        loaded += (_load(parts[r], at, end, TAIL),)
-    total = loaded[0].to(WIDE)
+        loaded += (_load(parts[r], at, end, TAIL),)  # type: ignore[assignment]
+    total = loaded[0].to(WIDE)  # type: ignore[misc]
     for r in tl.static_range(1, RANKS):
         total = _join(total, loaded[r].to(WIDE), OP)
     if OP == "avg":
