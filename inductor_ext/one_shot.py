@@ -21,7 +21,7 @@ from inductor_ext.ir import ArenaKernel, extern, parts_of, realize_as_comm_buffe
 
 _native = torch.ops.fcoll_native
 
-HALF_BYTES = 8 << 20  # arena.h: what a comm buffer may have
+PLACE_BYTES = 8 << 20  # arena.h: what a comm buffer may have
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def why_not(row: str, args: dict[str, Any], group: Group, config: Config) -> str
 
 
 def _too_large(x: torch.Tensor, limit: int, n: int) -> str:
-    limit = min(limit, HALF_BYTES)
+    limit = min(limit, PLACE_BYTES)
     size = x.numel() * x.element_size()
     hint = size if isinstance(size, int) else size.node.hint
     if hint is None or hint > limit:

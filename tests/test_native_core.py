@@ -25,7 +25,7 @@ def compiled(folder: Path, test: str, *flags: str) -> str:
     program = str(folder / test)
     source = str(ROOT / "tests/native" / f"{test}.cpp")
     command = ["g++", *FLAGS, *flags, source, *CORE, "-lpthread", "-o", program]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=170)
     return program
 
 

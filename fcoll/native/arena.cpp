@@ -5,25 +5,34 @@
 
 namespace fcoll {
 
+namespace {
+// As many places as fill a core's own cache.
+size_t places_for(size_t bytes) {
+  constexpr size_t CACHE = 1 << 20;
+  return std::clamp<size_t>(CACHE / std::max<size_t>(bytes, 1), 2, Arena::PLACES);
+}
+}  // namespace
+
 Arena::Arena(Group& group) : group_(group), born_(fork_count()), memories_(group.size()) {
-  memories_[group.rank()] = std::make_shared<Memory>(LANES * 2 * HALF);
+  memories_[group.rank()] = std::make_shared<Memory>(LANES * PLACES * PLACE);
 }
 
 uint8_t* Arena::claim(size_t lane, size_t bytes) {
   if (born_ != fork_count())
     throw Error(Error::forked, -1, "this process was forked after the group was used");
   if (!agreed_) return nullptr;
-  if (lane >= LANES - SPARE || bytes > HALF)
+  if (lane >= LANES - SPARE || bytes > PLACE)
     throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in lane " +
                              std::to_string(lane) + " of the arena");
-  return memories_[group_.rank()]->data() + (lane * 2 + (met_[lane] ^ 1)) * HALF;
+  size_t place = (met_[lane] + 1) % places_for(bytes);  // never the one where they met last
+  return memories_[group_.rank()]->data() + (lane * PLACES + place) * PLACE;
 }
 
 const uint8_t* Arena::copied(const uint8_t* data, size_t bytes) {
-  if (bytes > HALF)
+  if (bytes > PLACE)
     throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in the arena");
   size_t lane = LANES - SPARE + spares_++ % SPARE;
-  uint8_t* to = memories_[group_.rank()]->data() + (lane * 2) * HALF;
+  uint8_t* to = memories_[group_.rank()]->data() + lane * PLACES * PLACE;
   copy(to, data, bytes);
   return to;
 }
@@ -33,10 +42,10 @@ bool Arena::has(const uint8_t* data) const {
   return data >= own.data() && data < own.data() + own.bytes();
 }
 
-// Not at the claim: after one that came to nothing the peers may still read the other half.
+// Not at the claim: after one that came to nothing the peers may still read where they met last.
 uint64_t Arena::turn(const uint8_t* mine) {
-  uint64_t offset = mine - memories_[group_.rank()]->data(), half = offset / HALF;
-  met_[half / 2] = half % 2;
+  uint64_t offset = mine - memories_[group_.rank()]->data(), place = offset / PLACE;
+  met_[place / PLACES] = place % PLACES;
   return offset;
 }
 
@@ -45,7 +54,7 @@ bool Arena::find(const uint64_t* where, std::vector<uint8_t*>& parts) {
   for (int r = 0; r < group_.size(); r++) {
     parts.push_back(memories_[r]->data() + where[r]);
     same = same && where[r] == where[0];
-    spare = spare || where[r] >= (LANES - SPARE) * 2 * HALF;
+    spare = spare || where[r] >= (LANES - SPARE) * PLACES * PLACE;
   }
   if (!same && !spare) agreed_ = false;
   return same && !spare;

@@ -5,9 +5,10 @@
 //
 // The arena is cut into lanes. What is in a lane is needed until the next use of the lane by the
 // same program: the compiler gives two collectives one lane only if all reads of the first come
-// before the claim of the second. Every lane has two halves, used in turn. So nobody waits for
-// peers that still read: a half is claimed again only after the rank has met its peers over the
-// other half, which they announce when they have read this one.
+// before the claim of the second. Every lane has several places, used in turn. So nobody waits for
+// peers that still read: a place is claimed again only after the rank has met its peers over
+// another, which they announce when they have read this one. Two would do. But what is written where
+// a peer's own cache still has what it read there has to be taken back from it first.
 //
 // That holds as long as the ranks use the same lanes. Their programs may differ in what they compute
 // between the same collectives, and read a part later than others: then, from the first collective
@@ -25,7 +26,8 @@ namespace fcoll {
 class Arena {
  public:
   static constexpr size_t LANES = 512, SPARE = 256;  // lanes, and how many of them are spare
-  static constexpr size_t HALF = 8 << 20;  // bytes. Pages that are never touched take no memory
+  static constexpr size_t PLACES = 8;
+  static constexpr size_t PLACE = 8 << 20;  // bytes. Pages that are never touched take no memory
 
   explicit Arena(Group& group);
 
@@ -59,7 +61,7 @@ class Arena {
   bool joined_ = false, agreed_ = true;
   size_t spares_ = 0;
   std::vector<std::shared_ptr<Memory>> memories_;
-  std::array<uint8_t, LANES> met_{};  // the half of each lane over which the ranks met last
+  std::array<uint8_t, LANES> met_{};  // the place of each lane over which the ranks met last
   std::vector<std::unique_ptr<Announced>> announced_;
 };
 
