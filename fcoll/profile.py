@@ -144,9 +144,10 @@ def profile(machine: Machine | str | Path | None = None) -> Profile:
     compiled.
 
     Predictions are for ``machine``, or for this one if ``fcoll calibrate`` has measured it. Outside
-    the block nothing is timed and nothing costs more. In it a call takes 10 us longer and a wait 2,
-    which are not in its times; on a process group they are about 70. What C++ waits for by itself
-    (DDP's reducer) has a start and no wait; on CUDA the times are those of the host.
+    the block nothing is timed and nothing costs more. In it a call takes about 10 us longer and a
+    wait 2, which are not in its times; an op on a process group and its wait about 70, of which
+    some are. What C++ waits for by itself (DDP's reducer) has a start and no wait; on CUDA the
+    times are those of the host.
 
     >>> with fcoll.profile() as p:
     ...     y = fcoll.wait_tensor(fcoll.all_reduce(torch.ones(256)))
