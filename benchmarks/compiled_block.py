@@ -15,7 +15,7 @@ Before and after each turn the cores' round trip is measured: "near" below 200 n
 turns during which it changed are left out, and turns are compared with turns of the same kind only.
 Times are of one call: a turn's is the median of its calls on the slower of the two ranks, which is
 the one that a tensor-parallel step waits for, with or without a collective in it. "median" is that
-of the turns, "best" that of the fastest, which is what a machine with nothing else to do would show.
+of the turns, "best" that of the fastest: what a machine with nothing else to do would show.
 
 Then the time to compile: the first call of stock and of fused, taking turns. "cold" with empty
 caches, most of it g++; "warm" with g++'s results kept and Inductor's own work done again.

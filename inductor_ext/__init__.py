@@ -17,6 +17,7 @@ from inductor_ext.config import config
 __all__ = [
     "backend",
     "config",
+    "cuda",
     "install",
     "lowers",
     "report",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "cuda": "cuda",
     "lowers": "registry",
     "requires_symmetric_memory": "registry",
     "report": "lowered",
@@ -39,7 +41,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module inductor_ext has no attribute {name}")
     from importlib import import_module
 
-    globals()[name] = found = getattr(import_module(f"inductor_ext.{_LAZY[name]}"), name)
+    module = import_module(f"inductor_ext.{_LAZY[name]}")
+    globals()[name] = found = getattr(module, name, module)
     return found
 
 

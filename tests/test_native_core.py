@@ -12,8 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "fcoll" / "native"
 CORE = [
-    str(NATIVE / f"{name}.cpp")
-    for name in ("core", "collectives", "kernels", "peers", "arena")
+    str(NATIVE / f"{name}.cpp") for name in ("core", "collectives", "kernels", "peers", "arena")
 ]
 FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", f"-I{NATIVE}"]
 
