@@ -18,9 +18,9 @@ constexpr int TWO_SHOT_RANKS = 4;
 // difference beyond the noise. Reading parts from their owner's memory instead (process_vm_readv)
 // lost to the window: all_gather of 64 KiB 9.6 us instead of 5.7, of 4 MiB 740 instead of 590.
 constexpr size_t STREAM_BYTES = 8 * 1024 * 1024;
-// A rank's own part is copied past the caches from here on: all_gather of 4 MiB 736 to 875 us, 833
-// to 1,067 without.
-constexpr size_t STREAM_OWN_BYTES = 2 * 1024 * 1024;
+// A rank's own part is copied past the caches from here on: an all_gather of 4 MiB in 600 to 870 us,
+// without in 770 to 1,230; but an all_to_all whose own part is 2 MiB in 340 to 390, without in 280 to 380.
+constexpr size_t STREAM_OWN_BYTES = 4 * 1024 * 1024;
 
 // What is read by far cores is stored past the caches from here on (see copy_out).
 constexpr size_t FAR_BYTES = 2 * 1024;
