@@ -110,8 +110,13 @@ def _work(fn: Callable[[int], Any], ranks: Sequence[int], connection: Connection
     with suppress(Exception), open(os.devnull, "w") as nowhere:
         # the parent makes the same trace if this one fails, and says why
         sys.stdout = sys.stderr = nowhere
-        for rank in ranks:
-            connection.send_bytes(pickle.dumps(fn(rank)))
+        found = []
+        try:
+            for rank in ranks:
+                found.append(pickle.dumps(fn(rank)))
+        finally:
+            for one in found:  # not before: a pipe takes little, and the parent is at work
+                connection.send_bytes(one)
 
 
 def can_fork() -> bool:
