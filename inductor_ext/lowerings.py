@@ -40,15 +40,15 @@ def _noted() -> Any:
     return kernel
 
 
-def _in_place(row: str, x: Any, reduce_op: str, group_name: str) -> Any:
+def _in_place(row: str, x: Any, reduce_op: str, group_name: str, dim: int = 0) -> Any:
     """A collective whose parts are read where they are, or None if it is done by its kernel."""
     form = _form()
     if form == "fused":
-        return one_shot.fused(row, x, reduce_op, group_name)
+        return one_shot.fused(row, x, reduce_op, group_name, dim)
     if form == "opaque":
         return one_shot.opaque(row, x, reduce_op, group_name)
     if form == "split":
-        made = one_shot.announce(row, x, reduce_op, group_name)
+        made = one_shot.announce(row, x, reduce_op, group_name, dim)
         _announced()[made.token.get_name()] = made
         return made.token
     return None
@@ -105,7 +105,7 @@ def all_reduce(x: Any, reduce_op: str, group_name: str, grad: str = "sum") -> An
 
 @lowers("all_gather_into_tensor")
 def all_gather(x: Any, n: int, group_name: str, dim: int = 0, sizes: Any = None) -> Any:
-    made = _in_place("all_gather_into_tensor", x, "", group_name)
+    made = _in_place("all_gather_into_tensor", x, "", group_name, dim)
     return made or _kernel("all_gather_into_tensor")(x, n, group_name, dim, sizes)
 
 

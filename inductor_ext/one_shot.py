@@ -28,12 +28,12 @@ PLACE_BYTES = 8 << 20  # arena.h: what a comm buffer may have
 class Reads:
     """What a row makes of the ranks' parts: a reduction of them, or one behind the other."""
 
-    combine: Callable[[Sequence[ir.TensorBox], str], ir.TensorBox]
+    combine: Callable[[Sequence[ir.TensorBox], str, int], ir.TensorBox]
     #: Is each rank's share of the parts read, instead of all of them?
     slices: bool = False
 
 
-def _reduced(parts: Sequence[ir.TensorBox], reduce_op: str) -> ir.TensorBox:
+def _reduced(parts: Sequence[ir.TensorBox], reduce_op: str, dim: int) -> ir.TensorBox:
     dtype = parts[0].get_dtype()
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     loads = [part.make_loader() for part in parts]
@@ -62,8 +62,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _in_a_row(parts: Sequence[ir.TensorBox], reduce_op: str) -> ir.TensorBox:
-    return lowering.pointwise_cat(parts, 0)
+def _in_a_row(parts: Sequence[ir.TensorBox], reduce_op: str, dim: int) -> ir.TensorBox:
+    return lowering.pointwise_cat(parts, dim)
 
 
 READS = {
@@ -85,8 +85,10 @@ def why_not(row: str, args: dict[str, Any], group: Group, config: Config) -> str
         return f"it is on {x.device.type}"
     if x.dim() == 0:
         return "it is a scalar"
-    if args.get("dim", 0) != 0 or args.get("sizes") is not None:
-        return "it is along another dim than 0, or uneven"
+    if args.get("sizes") is not None:
+        return "its parts may differ in size"
+    if READS[row].slices and args["dim"] != 0:
+        return "its shares are not along dim 0"
     reduce_op = args.get("reduce_op")
     if reduce_op is not None:
         if reduce_op not in _BINARY:
@@ -106,10 +108,10 @@ def _too_large(x: torch.Tensor, limit: int, n: int) -> str:
     return "" if size <= limit else "too large"
 
 
-def fused(row: str, x: ir.TensorBox, reduce_op: str, group_name: str) -> ir.TensorBox:
+def fused(row: str, x: ir.TensorBox, reduce_op: str, group_name: str, dim: int) -> ir.TensorBox:
     own, claim = realize_as_comm_buffer(x, group_name)
     out = extern(_native.meet.default, own, row, reduce_op, group_name)
-    return READS[row].combine(parts_of(out, claim), reduce_op)
+    return READS[row].combine(parts_of(out, claim), reduce_op, dim)
 
 
 def opaque(row: str, x: ir.TensorBox, reduce_op: str, group_name: str) -> ir.TensorBox:
@@ -129,14 +131,15 @@ class Announced:
     token: ir.TensorBox
     reduce_op: str
     group_name: str
+    dim: int
     at: int  # how many operations there were
 
 
-def announce(row: str, x: ir.TensorBox, reduce_op: str, group_name: str) -> Announced:
+def announce(row: str, x: ir.TensorBox, reduce_op: str, group_name: str, dim: int) -> Announced:
     own, claim = realize_as_comm_buffer(x, group_name)
     token = extern(_native.announce.default, own, row, reduce_op, group_name)
     at = len(V.graph.operations)
-    return Announced(row, own, claim, ir.TensorBox.create(token), reduce_op, group_name, at)
+    return Announced(row, own, claim, ir.TensorBox.create(token), reduce_op, group_name, dim, at)
 
 
 def collect(a: Announced) -> ir.TensorBox:
@@ -145,4 +148,4 @@ def collect(a: Announced) -> ir.TensorBox:
     # Inductor's order for the least memory would put it right after the first half.
     made = next(op for op in reversed(V.graph.operations) if isinstance(op, ArenaKernel))
     V.graph.additional_buffer_deps[made.get_operation_name()].update(between)
-    return READS[a.row].combine(parts_of(out, a.claim), a.reduce_op)
+    return READS[a.row].combine(parts_of(out, a.claim), a.reduce_op, a.dim)

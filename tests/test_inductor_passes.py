@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -337,8 +338,8 @@ def of_a_view_before_the_wait(x: Tensor) -> Tensor:
 
 WHY_NOT = {
     "a scalar": lambda x: fcoll.all_reduce(x.sum()),
-    "another dim": lambda x: fcoll.all_gather_into_tensor(x, dim=1),
-    "uneven": lambda x: fcoll.all_gather_into_tensor(x, sizes=[4, 4]),
+    "not along dim 0": lambda x: fcoll.reduce_scatter_tensor(x, "sum", dim=1),
+    "differ in size": lambda x: fcoll.all_gather_into_tensor(x, sizes=[4, 4]),
     "bor of torch.int32 is left|bor is not": lambda x: fcoll.all_reduce(x.int(), "bor"),
     "torch.bool": lambda x: fcoll.all_reduce(x > 1, "max"),
     "torch.uint8": lambda x: fcoll.all_reduce(x.to(torch.uint8)),
@@ -360,6 +361,12 @@ def test_choose_says_why_not(shared, why):
 @pytest.mark.parametrize("op", ["sum", "avg", "product", "min", "max"])
 def test_floats_are_read_in_place_for_every_op(shared, op, dtype):
     assert forms_of(lambda x: fcoll.all_reduce(x, op), square(dtype=dtype)) == [("fused", "")]
+
+
+def test_a_gather_is_read_in_place_along_any_dim(shared):
+    for dim in (0, 1):
+        f = partial(fcoll.all_gather_into_tensor, dim=dim)
+        assert forms_of(f, square()) == [("fused", "")]
 
 
 def test_the_limit_is_that_of_the_group_and_belongs_to_it(shared):
