@@ -425,3 +425,24 @@ def test_inductor(ranks2):
         waited = forward.index(f"wait_tensor.default({out})")
         product = forward.index("extern_kernels.mm(")
         assert sent.start() < product < waited < re.search(rf"\bdel {h}\b", forward).start()
+
+
+# -- guards ---
+
+
+def test_no_guard_is_on_a_global_of_fcolls(solo):
+    """Each would be looked at in every call of a compiled function. The modules themselves are."""
+    guarded: list[str] = []
+
+    def keep_all(guards: Any) -> list[bool]:
+        guarded.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    def f(x: Tensor) -> Tensor:
+        return fcoll.all_reduce(x) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="inductor", options={"guard_filter_fn": keep_all})
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert any("x" in name for name in guarded)
+    assert not [name for name in guarded if re.search(r"import_fcoll\w*'\]\.", name)]
