@@ -21,7 +21,7 @@ FORMS = ("fused", "opaque", "kernel")
 _ONE_SHOT_BYTES = {2: 2 << 20, 4: 256 << 10, 8: 64 << 10, 16: 16 << 10}
 
 # The same on GPUs that are joined by NVLink, for one-shot and for two-shot; from 9 ranks on there
-# is neither. Where serving engines draw the line, roughly: not measured with these kernels.
+# is neither. Guesses: the kernels have run on no GPU.
 _CUDA_ONE_SHOT_BYTES = {2: 8 << 20, 3: 512 << 10, 5: 256 << 10, 9: 0}
 _CUDA_TWO_SHOT_BYTES = {2: 8 << 20, 9: 0}
 
