@@ -17,10 +17,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 import fcoll
-from fcoll.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
-from fcoll.calibrate import SIZES as TRIED
-from fcoll.collectives import COLLECTIVES
-from fcoll.cost import Machine, collective_us, ring
+from fcoll.costs.machine import Machine
+from fcoll.costs.model import collective_us, ring
+from fcoll.profiling.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
+from fcoll.profiling.calibrate import SIZES as TRIED
+from fcoll.table.collectives import COLLECTIVES
 
 SIZES = (5 << 8, 24 << 10, 640 << 10, 12 << 20, (16 << 20) - (64 << 10))
 assert not set(SIZES) & set(TRIED)

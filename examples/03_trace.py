@@ -9,7 +9,7 @@ python examples/03_trace.py
 from dataclasses import replace
 
 import fcoll
-from fcoll import demos
+from fcoll.cli import demos
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import fcoll
 import inductor_ext
-from fcoll.collectives import row_of
+from fcoll.table.collectives import row_of
 
 B, D, H, LAYERS, STEPS = 16, 256, 1024, 3, 5
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import sympy
 
 import fcoll
-from fcoll.cost import Machine, collective_us
-from fcoll.demos import TINY, llama
+from fcoll.cli.demos import TINY, llama
+from fcoll.costs.machine import Machine
+from fcoll.costs.model import collective_us
 from fcoll.report import html, scaling, text
-from fcoll.schedule.scale import scale
-from fcoll.schedule.timeline import timeline
+from fcoll.report.scale import scale
+from fcoll.scheduling.timeline import timeline
 
 build = partial(llama, config=TINY)  # build(mesh) -> (step, its arguments)
 

@@ -9,9 +9,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from fcoll.demos import TINY, llama
+from fcoll.cli.demos import TINY, llama
 from fcoll.report import scaling
-from fcoll.schedule.scale import scale
+from fcoll.report.scale import scale
 
 build = partial(llama, config=TINY)  # build(mesh) -> (step, its arguments)
 

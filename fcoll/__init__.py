@@ -1,17 +1,23 @@
 """Functional collectives for PyTorch: a tensor in, a new tensor out."""
 
 from fcoll import _torch, compat, dist, errors, functions, symm_mem
-from fcoll.async_tensor import AsyncCollectiveTensor
-from fcoll.check import Checked, check
-from fcoll.collectives import COLLECTIVES
+from fcoll.checking.check import Checked, check
+from fcoll.costs.machine import Machine
+from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
+from fcoll.eager.async_tensor import AsyncCollectiveTensor
+from fcoll.eager.launch import launch
+from fcoll.eager.register import register
 from fcoll.errors import FcollError
-from fcoll.fake_world import fake_world
 from fcoll.functions import *  # noqa: F403
+from fcoll.graph.issued import Issued
 from fcoll.groups import Group, GroupLike
-from fcoll.launch import launch
-from fcoll.profile import Profile, profile
+from fcoll.profiling.profile import Profile, profile
 from fcoll.symm_mem import accelerate_c10d
-from fcoll.trace import Issued, Trace, trace
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
+from fcoll.tracing.fake_world import fake_world
+from fcoll.tracing.trace import Trace, trace
+from fcoll.tracing.values import assume
 
 _torch.no_guards_on_globals_of(__name__)
 
@@ -22,13 +28,16 @@ __all__ = [
     "COLLECTIVES",
     "AsyncCollectiveTensor",
     "Checked",
+    "Collective",
     "FcollError",
     "Group",
     "GroupLike",
     "Issued",
+    "Machine",
     "Profile",
     "Trace",
     "accelerate_c10d",
+    "assume",
     "check",
     "compat",
     "dist",
@@ -36,6 +45,7 @@ __all__ = [
     "fake_world",
     "launch",
     "profile",
+    "register",
     "symm_mem",
     "trace",
 ]

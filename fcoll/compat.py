@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch, functions, groups
-from fcoll.async_tensor import AsyncCollectiveTensor, Pending, _Wrap, in_flight
+from fcoll.eager.async_tensor import AsyncCollectiveTensor, Pending, _Wrap, in_flight
 from fcoll.errors import NotInGroup, UnknownGroup
 from fcoll.reductions import REDUCTIONS
-from fcoll.transport import Then, issued
-from fcoll.where import user_site
+from fcoll.source import user_site
+from fcoll.transport.protocol import Then, issued
 
 _THEIRS = _torch.FUNCTIONAL_COLLECTIVES
 

@@ -39,13 +39,13 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fcoll._torch import at_trace_time, guard_or_false, tracing
-from fcoll.collectives import COLLECTIVES
+from fcoll._torch import at_trace_time, guard_or_false, traced_stack, tracing
+from fcoll.eager.door import start
 from fcoll.errors import BadOption, BadOutput, MismatchedLists, fail
-from fcoll.functions import _scaled, _start
+from fcoll.functions import scaled
 from fcoll.groups import by_name, group_name, group_rank, group_size
-from fcoll.rules import check_even_splits
-from fcoll.where import user_line
+from fcoll.source import user_line
+from fcoll.table.exchange import check_even_splits
 
 Group: TypeAlias = ProcessGroup | None
 Rank: TypeAlias = int | None
@@ -153,12 +153,12 @@ def _check(op: str, result: Tensor, outs: Tensors) -> None:
 
 def _issue(name: str, *args: Any) -> Any:
     with torch.no_grad():
-        return _start(name, COLLECTIVES[name].check, *args)
+        return start(name, *args)
 
 
 @at_trace_time
 def _warn(op: str, what: str) -> None:
-    warnings.warn(f"{op} at {user_line()} {what}", stacklevel=1)
+    warnings.warn(f"{op} at {user_line(traced_stack())} {what}", stacklevel=1)
 
 
 @at_trace_time
@@ -228,7 +228,7 @@ def _flat(tensors: Tensors) -> Tensor:
 
 @_traceable
 def all_reduce(name, tensor, op):
-    x, op = _scaled("all_reduce", tensor, op, None)
+    x, op = scaled("all_reduce", tensor, op, None)
     return _issue("all_reduce", x, op, name), [tensor]
 
 
@@ -250,7 +250,7 @@ def all_gather_single(name, output_tensor, input_tensor):
 def reduce_scatter(name, output, input_list, op):
     n = group_size(name)
     _one_each("reduce_scatter", n, input_list)
-    x, op = _scaled("reduce_scatter", _flat(input_list), op, None)
+    x, op = scaled("reduce_scatter", _flat(input_list), op, None)
     return _issue("reduce_scatter_tensor", x, op, n, name, 0, _sizes(input_list)), [output]
 
 
@@ -258,7 +258,7 @@ def reduce_scatter(name, output, input_list, op):
 def reduce_scatter_single(name, output, input, op):
     n = group_size(name)
     rows = input if input.dim() and input.shape[0] % n == 0 else input.reshape(-1)
-    x, op = _scaled("reduce_scatter_single", rows, op, None)
+    x, op = scaled("reduce_scatter_single", rows, op, None)
     return _issue("reduce_scatter_tensor", x, op, n, name), [output]
 
 
@@ -301,7 +301,7 @@ def broadcast(name, tensor, src):
 
 @_traceable
 def reduce(name, tensor, dst, op):
-    x, op = _scaled("reduce", tensor, op, None)
+    x, op = scaled("reduce", tensor, op, None)
     # torch may leave anything in the other ranks' tensors: here they keep their values
     return _issue("reduce", x, op, dst, name), [tensor] if dst == group_rank(name) else []
 

@@ -9,7 +9,7 @@ import re
 from typing import Any, NoReturn
 
 from fcoll import _torch
-from fcoll.where import user_line
+from fcoll.source import user_line
 
 
 # AssertionError and ValueError at once: torch's functional collectives raise the first and
@@ -23,7 +23,7 @@ class FcollError(AssertionError, ValueError):
 
     def __init__(self, *message: str, **facts: Any) -> None:
         if facts:
-            line = user_line()
+            line = user_line(_torch.traced_stack())
             at = f", at {line}" if line else ""
             message = (f"{type(self).__name__}: {self.template.format(at=at, **facts)}",)
         super().__init__(*message)
@@ -115,6 +115,17 @@ class WrongDevice(FcollError):
     )
 
 
+class WrongType(FcollError, TypeError):
+    template = "{op}: {arg} is {kind}{at}. Pass {want}."
+
+
+class WrongLayout(FcollError, TypeError):
+    template = (
+        "{op}: {arg} is a {kind} tensor{at}. Collectives move the elements of strided tensors: "
+        "convert it, as in x.to_dense(), or send its parts."
+    )
+
+
 class MismatchedLists(FcollError):
     template = "{op}: {why}{at}. {hint}"
 
@@ -127,6 +138,10 @@ class BadOutput(FcollError):
     template = "{op}: out has {got}, the result needs {want}{at}. Allocate it so."
 
 
+class BadRow(FcollError):
+    template = "the row {name!r} cannot be registered: {why}{at}."
+
+
 class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
 
@@ -136,6 +151,10 @@ class CollectiveMismatch(FcollError):
         "{message}{at}. All ranks of a group must make the same calls in the same order: look for "
         "a branch that only some of them take."
     )
+
+
+class NeverWaited(FcollError):
+    template = "nothing waits for {what}{at}. Use its result, or call fcoll.wait_tensor on it."
 
 
 class BadMesh(FcollError):
@@ -153,6 +172,16 @@ class UnknownCollective(FcollError):
     template = (
         "{op} cannot be traced{at}: it is not known which messages it sends. Use a functional "
         "collective, as in fcoll.all_reduce."
+    )
+
+
+class UntraceableDDP(FcollError):
+    template = (
+        "torch's DistributedDataParallel, at {line}, cannot be traced: its reducer sends the "
+        "gradients from C++ and needs data to do so. Shard the model with "
+        "torch.distributed.fsdp.fully_shard(model, mesh=mesh), or leave it unwrapped and average "
+        'each gradient: p.grad = fcoll.all_reduce(p.grad, "avg", mesh), after backward() or in '
+        "p.register_post_accumulate_grad_hook."
     )
 
 
@@ -176,9 +205,10 @@ class Deadlock(CheckMismatch):
 
 class DataDependent(FcollError):
     template = (
-        "the program decides by the value of a tensor, at {line}. A trace has no values, and ranks "
-        "that see different ones may issue different collectives. Decide by what all ranks know, "
-        "or keep the decision inside tensors (torch.where)."
+        "the program decides by the value of a tensor, at {line}.{why} A trace has no values, and "
+        "ranks that see different ones may issue different collectives. Decide by what all ranks "
+        "know, keep the decision inside tensors (torch.where), or say which way a trace goes: "
+        "`if fcoll.assume(condition, False):`."
     )
 
 
@@ -204,7 +234,7 @@ class GroupForked(FcollError, RuntimeError):
 class UnknownMachine(FcollError):
     template = (
         "no machine {machine!r}{at}. Use one of {known}, a .toml file of your own (copy one of "
-        "fcoll/machines), or a fcoll.cost.Machine."
+        "fcoll/costs/machines), or a fcoll.costs.machine.Machine."
     )
 
 
@@ -216,7 +246,9 @@ class NotCalibrated(FcollError):
 
 
 class BadMachineFile(FcollError):
-    template = "{path} does not describe a machine: {why}{at}. Compare it with fcoll/machines."
+    template = (
+        "{path} does not describe a machine: {why}{at}. Compare it with fcoll/costs/machines."
+    )
 
 
 class BadTarget(FcollError):
@@ -224,6 +256,17 @@ class BadTarget(FcollError):
         "cannot run {target}: {why}{at}. Name a function build(mesh) -> (fn, args) as "
         "pkg.mod:build or file.py:build, or use --demo."
     )
+
+
+class BadTraceFile(FcollError):
+    template = (
+        "cannot read the trace {path}: {why}{at}. Write one with "
+        "`fcoll report train.py:build --mesh dp=4 --save trace.json`."
+    )
+
+
+class NotWritable(FcollError):
+    template = "cannot write {path}: {why}{at}. Make the folder, or name another file."
 
 
 class MissingSize(FcollError):
@@ -236,7 +279,7 @@ class MissingSize(FcollError):
 _NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")
 
 
-def from_native(error: RuntimeError) -> RuntimeError | FcollError:
+def from_native(error: Exception) -> Exception:
     """What the C++ part threw, as the class that it names; any other error as it is.
 
     A mistake that names a rank has it as ``rank``, counted within the group.

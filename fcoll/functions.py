@@ -8,7 +8,7 @@ for and the result is a plain tensor. The examples run on every rank: ``rank`` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fcoll import _torch, adjoints, bare, reductions, rules
-from fcoll.async_tensor import AsyncCollectiveTensor, in_flight
-from fcoll.errors import from_native
+from fcoll import _torch, reductions
+from fcoll.eager import arguments, direct
+from fcoll.eager.arguments import integer, maybe_integers
+from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
+from fcoll.eager.door import is_refused, result, start
+from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
-from fcoll.native import build
-from fcoll.ops import run_eager
+from fcoll.table.exchange import check_even_splits
+from fcoll.transport.native import build
+from fcoll.transport.shared_memory import refused
 
 __all__ = [
     "all_gather_into_tensor",
@@ -48,30 +52,14 @@ __all__ = [
 ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-def _start(name: str, check: Callable[..., None], *args: Any) -> Any:
-    """Call the op.
-
-    The kernels check too; while Dynamo traces, this check lets an error through unchanged.
-    """
-    if is_compiling():
-        check(*args)
-        return getattr(torch.ops.fcoll, name)(*args)
-    try:
-        return run_eager(name, *args)
-    except RuntimeError as error:
-        raise from_native(error) from None
+def _fast(group: GroupLike) -> Any:
+    """The functions of the C++ fast path; on a group without shared memory, none that serve."""
+    return build.no_fast_path if refused and is_refused(group) else build.fast
 
 
-def _result(name: str, n: int, out: Any) -> Any:
-    if n == 1:
-        return out
-    if isinstance(out, Tensor):
-        return in_flight(out, name)
-    return [in_flight(x, name) for x in out]
-
-
-def _scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[Any, str]:
+def scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[Any, str]:
     """premul_sum is a sum of scaled parts; every other reduce op is itself."""
+    factor = arguments.maybe_number(name, "factor", factor)
     parsed = reductions.parse(name, op)
     factor = reductions.premul_factor(name, op, factor)
     if factor is None:
@@ -85,8 +73,8 @@ def _positive(dim: int, x: Tensor) -> int:
     return dim + x.dim() if -x.dim() <= dim < 0 else dim  # the check names the user's own number
 
 
-def _each(dim: int | Sequence[int], xs: Sequence[Tensor]) -> list[int]:
-    dims = [dim] * len(xs) if isinstance(dim, int) else list(dim)
+def _each(name: str, dim: int | Sequence[int], xs: Sequence[Tensor]) -> list[int]:
+    dims = arguments.dims(name, dim, xs)
     if len(dims) != len(xs):
         return dims  # the check says so
     return [_positive(d, x) for d, x in zip(dims, xs)]  # noqa: B905
@@ -99,11 +87,11 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
-    if not is_compiling() and build.short.wait_tensor(x) is x:
+    if not is_compiling() and build.fast.wait_tensor(x) is x:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
-    return bare.wait(x)
+    return direct.wait(arguments.tensor("wait_tensor", x))
 
 
 def all_reduce(
@@ -128,14 +116,15 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
-    if factor is None and grad in rules.GRADS and not is_compiling():
-        out = build.short.all_reduce(x, op, group)
+    if factor is None and not is_compiling():
+        out = _fast(group).all_reduce(x, op, group, grad)
         if out is not NotImplemented:
             return out
-    x, op = _scaled("all_reduce", x, op, factor)
+    x, op = scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
+    arguments.text("all_reduce", "grad", grad)
     name = group_name(group)
-    out = _start("all_reduce", rules.check_all_reduce, x, op, name, grad)
-    return _result("all_reduce", group_size(name), out)
+    out = start("all_reduce", x, op, name, grad)
+    return result("all_reduce", group_size(name), out)
 
 
 def all_gather_into_tensor(
@@ -151,14 +140,15 @@ def all_gather_into_tensor(
     True
     """
     if sizes is None and not is_compiling():
-        out = build.short.all_gather(x, group, dim)
+        out = _fast(group).all_gather_into_tensor(x, group, dim)
         if out is not NotImplemented:
             return out
+    op = "all_gather_into_tensor"
+    x, dim = arguments.tensor(op, x), integer(op, "dim", dim)
     name = group_name(group)
     n = group_size(name)
-    args = (x, n, name, _positive(dim, x), sizes)
-    out = _start("all_gather_into_tensor", rules.check_all_gather, *args)
-    return _result("all_gather_into_tensor", n, out)
+    args = (x, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
+    return result(op, n, start(op, *args))
 
 
 def reduce_scatter_tensor(
@@ -182,15 +172,16 @@ def reduce_scatter_tensor(
     True
     """
     if sizes is None and factor is None and not is_compiling():
-        out = build.short.reduce_scatter(x, op, group, dim)
+        out = _fast(group).reduce_scatter_tensor(x, op, group, dim)
         if out is not NotImplemented:
             return out
-    x, op = _scaled("reduce_scatter_tensor", x, op, factor)
+    me = "reduce_scatter_tensor"
+    x, op = scaled(me, arguments.tensor(me, x), op, factor)
+    dim = integer(me, "dim", dim)
     name = group_name(group)
     n = group_size(name)
-    args = (x, op, n, name, _positive(dim, x), sizes)
-    out = _start("reduce_scatter_tensor", rules.check_reduce_scatter, *args)
-    return _result("reduce_scatter_tensor", n, out)
+    args = (x, op, n, name, _positive(dim, x), maybe_integers(me, "sizes", sizes))
+    return result(me, n, start(me, *args))
 
 
 def all_to_all_single(
@@ -208,17 +199,19 @@ def all_to_all_single(
     True
     """
     if not is_compiling():
-        out = build.short.all_to_all(x, group, output_splits, input_splits)
+        out = _fast(group).all_to_all_single(x, group, output_splits, input_splits)
         if out is not NotImplemented:
             return out
+    op = "all_to_all_single"
+    x = arguments.tensor(op, x)
+    outs = maybe_integers(op, "output_splits", output_splits)
+    ins = maybe_integers(op, "input_splits", input_splits)
     name = group_name(group)
     n = group_size(name)
-    if output_splits is None or input_splits is None:
-        rules.check_even_splits(x, output_splits, input_splits, name)
-        output_splits = input_splits = [x.shape[0] // n] * n
-    args = (x, list(output_splits), list(input_splits), name)
-    out = _start("all_to_all_single", rules.check_all_to_all, *args)
-    return _result("all_to_all_single", n, out)
+    if outs is None or ins is None:
+        check_even_splits(x, outs, ins, name)
+        outs = ins = [x.shape[0] // n] * n
+    return result(op, n, start(op, x, outs, ins, name))
 
 
 def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
@@ -230,12 +223,13 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
     0.0
     """
     if not is_compiling():
-        out = build.short.broadcast(x, src, group)
+        out = _fast(group).broadcast(x, src, group)
         if out is not NotImplemented:
             return out
+    x, src = arguments.tensor("broadcast", x), integer("broadcast", "src", src)
     name = group_name(group)
-    out = _start("broadcast", rules.check_broadcast, x, src, name)
-    return _result("broadcast", group_size(name), out)
+    out = start("broadcast", x, src, name)
+    return result("broadcast", group_size(name), out)
 
 
 def reduce(
@@ -251,10 +245,11 @@ def reduce(
     >>> fcoll.reduce(torch.tensor(1.0), dst=0).item() == (n if rank == 0 else 0)
     True
     """
-    x, op = _scaled("reduce", x, op, factor)
+    x, op = scaled("reduce", arguments.tensor("reduce", x), op, factor)
+    dst = integer("reduce", "dst", dst)
     name = group_name(group)
-    out = _start("reduce", rules.check_reduce, x, op, dst, name)
-    return _result("reduce", group_size(name), out)
+    out = start("reduce", x, op, dst, name)
+    return result("reduce", group_size(name), out)
 
 
 def gather(
@@ -272,10 +267,12 @@ def gather(
     ... )
     True
     """
+    op = "gather"
+    x, dst, dim = arguments.tensor(op, x), integer(op, "dst", dst), integer(op, "dim", dim)
     name = group_name(group)
     n = group_size(name)
-    args = (x, dst, n, name, _positive(dim, x), sizes)
-    return _result("gather", n, _start("gather", rules.check_gather, *args))
+    args = (x, dst, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
+    return result(op, n, start(op, *args))
 
 
 def scatter(
@@ -294,10 +291,12 @@ def scatter(
     >>> fcoll.scatter(x, src=0).item() == rank
     True
     """
+    op = "scatter"
+    x, src, dim = arguments.tensor(op, x), integer(op, "src", src), integer(op, "dim", dim)
     name = group_name(group)
     n = group_size(name)
-    args = (x, src, n, name, _positive(dim, x), sizes)
-    return _result("scatter", n, _start("scatter", rules.check_scatter, *args))
+    args = (x, src, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
+    return result(op, n, start(op, *args))
 
 
 def permute(x: Tensor, dst: Sequence[int], group: GroupLike = None) -> Tensor:
@@ -309,9 +308,10 @@ def permute(x: Tensor, dst: Sequence[int], group: GroupLike = None) -> Tensor:
     >>> fcoll.permute(torch.tensor(rank), ring).item() == (rank - 1) % n
     True
     """
+    x, targets = arguments.tensor("permute", x), arguments.integers("permute", "dst", dst)
     name = group_name(group)
-    out = _start("permute", rules.check_permute, x, list(dst), name)
-    return _result("permute", group_size(name), out)
+    out = start("permute", x, targets, name)
+    return result("permute", group_size(name), out)
 
 
 def shard_dim_alltoall(
@@ -326,24 +326,36 @@ def shard_dim_alltoall(
     >>> torch.equal(fcoll.shard_dim_alltoall(x, 0, 1), whole.chunk(n, 1)[rank])
     True
     """
+    op = "shard_dim_alltoall"
+    x = arguments.tensor(op, x)
+    gather, shard = integer(op, "gather_dim", gather_dim), integer(op, "shard_dim", shard_dim)
     name = group_name(group)
-    args = (x, _positive(gather_dim, x), _positive(shard_dim, x), name)
-    out = _start("shard_dim_alltoall", rules.check_shard_dim_alltoall, *args)
-    return _result("shard_dim_alltoall", group_size(name), out)
+    out = start(op, x, _positive(gather, x), _positive(shard, x), name)
+    return result(op, group_size(name), out)
+
+
+def _tag(name: str, tag: Any) -> int:
+    tag = integer(name, "tag", tag)
+    if tag < 0:
+        fail(BadOption, op=name, arg="tag", value=tag, known="0 and up")
+    return tag
 
 
 def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
     """Start sending x to rank dst of the group; wait_tensor on the empty tensor it returns."""
+    x, dst, tag = arguments.tensor("isend", x), integer("isend", "dst", dst), _tag("isend", tag)
     name = group_name(group)
-    token = _start("isend", rules.check_isend, x, dst, tag, name)
+    token = start("isend", x, dst, tag, name)
     # a trace must not wait here: two ranks that send to each other would both wait for ever
     return token if _torch.tracing() else in_flight(token, "isend")
 
 
 def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tensor:
     """A new tensor of like's shape and dtype, received from rank src of the group."""
+    like = arguments.tensor("irecv", like, "like")
+    src, tag = integer("irecv", "src", src), _tag("irecv", tag)
     name = group_name(group)
-    return in_flight(_start("irecv", rules.check_irecv, like, src, tag, name), "irecv")
+    return in_flight(start("irecv", like, src, tag, name), "irecv")
 
 
 def batch_p2p(
@@ -359,20 +371,21 @@ def batch_p2p(
     >>> y.item() == (rank - 1) % n
     True
     """
+    given, tag = arguments.transfers("batch_p2p", transfers), _tag("batch_p2p", tag)
     name = group_name(group)
-    ops = [t[0] for t in transfers]
-    tensors = [t[1] for t in transfers]
-    peers = [t[2] for t in transfers]
+    ops = [t[0] for t in given]
+    tensors = [t[1] for t in given]
+    peers = [t[2] for t in given]
     args = (ops, peers, [tag] * len(ops), tensors, name)
-    outs = _start("batch_p2p_ops", rules.check_batch_p2p, *args)
+    outs = start("batch_p2p_ops", *args)
     return [in_flight(x, "batch_p2p") for x in outs]
 
 
 def barrier(group: GroupLike = None) -> None:
     """Return when all ranks of the group have called it."""
-    if not is_compiling() and build.short.barrier(group) is None:
+    if not is_compiling() and _fast(group).barrier(group) is None:
         return
-    torch.ops.fcoll.wait_tensor(_start("barrier", rules.check_barrier, group_name(group)))
+    torch.ops.fcoll.wait_tensor(start("barrier", group_name(group)))
 
 
 def all_reduce_coalesced(
@@ -389,15 +402,15 @@ def all_reduce_coalesced(
     >>> a.shape, b.mean().item() == n
     (torch.Size([2]), True)
     """
-    if factor is None and grad in rules.GRADS and not is_compiling():
-        out = build.short.all_reduce_coalesced(xs, op, group)
+    if factor is None and not is_compiling():
+        out = _fast(group).all_reduce_coalesced(xs, op, group, grad)
         if out is not NotImplemented:
             return out
-    xs, op = _scaled("all_reduce_coalesced", list(xs), op, factor)
+    me = "all_reduce_coalesced"
+    xs, op = scaled(me, arguments.tensors(me, xs), op, factor)
+    arguments.text(me, "grad", grad)
     name = group_name(group)
-    args = (xs, op, name, grad)
-    out = _start("all_reduce_coalesced", rules.check_all_reduce_coalesced, *args)
-    return _result("all_reduce_coalesced", group_size(name), out)
+    return result(me, group_size(name), start(me, xs, op, name, grad))
 
 
 def all_gather_into_tensor_coalesced(
@@ -405,14 +418,15 @@ def all_gather_into_tensor_coalesced(
 ) -> list[Tensor]:
     """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
     if not is_compiling():
-        out = build.short.all_gather_coalesced(xs, group, dim)
+        out = _fast(group).all_gather_into_tensor_coalesced(xs, group, dim)
         if out is not NotImplemented:
             return out
+    op = "all_gather_into_tensor_coalesced"
+    xs = arguments.tensors(op, xs)
+    dims = _each(op, dim, xs)
     name = group_name(group)
     n = group_size(name)
-    args = (list(xs), n, name, _each(dim, xs))
-    out = _start("all_gather_into_tensor_coalesced", rules.check_all_gather_coalesced, *args)
-    return _result("all_gather_into_tensor_coalesced", n, out)
+    return result(op, n, start(op, xs, n, name, dims))
 
 
 def reduce_scatter_tensor_coalesced(
@@ -425,15 +439,15 @@ def reduce_scatter_tensor_coalesced(
 ) -> list[Tensor]:
     """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
     if factor is None and not is_compiling():
-        out = build.short.reduce_scatter_coalesced(xs, op, group, dim)
+        out = _fast(group).reduce_scatter_tensor_coalesced(xs, op, group, dim)
         if out is not NotImplemented:
             return out
-    xs, op = _scaled("reduce_scatter_tensor_coalesced", list(xs), op, factor)
+    me = "reduce_scatter_tensor_coalesced"
+    xs, op = scaled(me, arguments.tensors(me, xs), op, factor)
+    dims = _each(me, dim, xs)
     name = group_name(group)
     n = group_size(name)
-    args = (xs, op, n, name, _each(dim, xs))
-    out = _start("reduce_scatter_tensor_coalesced", rules.check_reduce_scatter_coalesced, *args)
-    return _result("reduce_scatter_tensor_coalesced", n, out)
+    return result(me, n, start(me, xs, op, n, name, dims))
 
 
 def identity(x: Tensor, group: GroupLike = None) -> Tensor:
@@ -447,4 +461,6 @@ def identity(x: Tensor, group: GroupLike = None) -> Tensor:
     >>> x.grad.tolist() == [n, n]
     True
     """
-    return adjoints.identity(x, group_name(group))
+    x, name = arguments.tensor("identity", x), group_name(group)
+    group_size(name)  # there is such a group
+    return direct.identity(x, name)

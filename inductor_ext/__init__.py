@@ -7,6 +7,7 @@ the kernel after it reads all of theirs.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,13 @@ __all__ = [
     "uninstall",
 ]
 
+# Name -> where it is: a module, or a name in one after a colon.
 _LAZY = {
-    "cuda": "cuda",
-    "lowers": "registry",
-    "requires_symmetric_memory": "registry",
-    "report": "lowered",
-    "table": "lowered",
+    "cuda": "inductor_ext.lower.cuda",
+    "lowers": "inductor_ext.lower.registry:lowers",
+    "requires_symmetric_memory": "inductor_ext.lower.registry:requires_symmetric_memory",
+    "report": "inductor_ext.lowered:report",
+    "table": "inductor_ext.lowered:table",
 }
 
 
@@ -39,10 +41,7 @@ def __getattr__(name: str) -> Any:
     """Names that need Inductor, which takes a second to import, when they are first used."""
     if name not in _LAZY:
         raise AttributeError(f"module inductor_ext has no attribute {name}")
-    from importlib import import_module
-
-    module = import_module(f"inductor_ext.{_LAZY[name]}")
-    globals()[name] = found = getattr(module, name, module)
+    globals()[name] = found = pkgutil.resolve_name(_LAZY[name])
     return found
 
 

@@ -1,4 +1,5 @@
-"""The private torch._inductor and torch._dynamo APIs that inductor_ext uses, and no other file.
+"""The private torch._inductor and torch._dynamo APIs that inductor_ext uses; no other file but
+``stock/_torch.py`` names one. Importing this file imports Inductor, which takes 1 s.
 
 Tested with torch 2.13.0.
 """
@@ -15,29 +16,34 @@ import torch
 import torch.distributed._symmetric_memory as _symm_mem
 from torch._inductor import comm_lowering as _comm_lowering
 from torch._inductor import compile_fx as _compile_fx
-from torch._inductor import config as inductor_config
-from torch._inductor import ir, lowering  # type: ignore[attr-defined]
+from torch._inductor import config as _inductor_config
+from torch._inductor import custom_graph_pass as _custom_graph_pass
+from torch._inductor import ir as _ir
+from torch._inductor import lowering as _lowering  # type: ignore[attr-defined]
+from torch._inductor import virtualized as _virtualized
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.virtualized import V, ops
 from torch._library.fake_class_registry import FakeScriptObject
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch.utils import _pytree
 
-__all__ = [
-    "CustomGraphPass",
-    "V",
-    "get_hash_for_files",
-    "inductor_config",
-    "ir",
-    "lowering",
-    "ops",
-    "rendezvous",
-    "signal_pad_size",
-    "symmetric_empty",
-    "tree_map",
-    "unset_fake_temporarily",
-]
+from fcoll.graph._torch import op_only_allocates
+
+# -- Inductor ---
+
+# Its settings: the list of passes is one of them.
+inductor_config = _inductor_config
+# A pass that Inductor runs on graphs, with a key for its caches.
+CustomGraphPass = _custom_graph_pass.CustomGraphPass
+# The nodes that graphs are lowered to, and the table op -> lowering.
+ir, lowering = _ir, _lowering
+# Kernels of collectives and of their waits: their inputs live until the wait.
+CollectiveKernel, WaitKernel = _ir._CollectiveKernel, _ir._WaitKernel
+# V.graph is the graph that is being lowered; ops are what the body of a loop may do.
+V, ops = _virtualized.V, _virtualized.ops
+# Apply a function to all leaves of a result: a tensor or a list of them.
+tree_map = _pytree.tree_map
+# Run real collectives while a graph is traced with fake tensors.
+unset_fake_temporarily = _fake_tensor.unset_fake_temporarily
 
 # torch's symmetric memory: a tensor in it, what every rank of a group does with one to reach the
 # peers', and the bytes that a rank has for signals.
@@ -45,6 +51,7 @@ symmetric_empty = _symm_mem.empty
 rendezvous = _symm_mem.rendezvous
 signal_pad_size = _symm_mem.get_signal_pad_size
 
+# torch's own ops that are lowered here as well.
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
@@ -53,6 +60,7 @@ all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]
 ) -> Callable:
+    """What ``torch.compile`` does, with some settings changed."""
     return stock_compile_fx(graph, inputs, config_patches=patches)
 
 
@@ -71,19 +79,22 @@ def before_every_compile(hook: Callable[[Any], None] | None) -> None:
 
 
 def real_object(x: Any) -> Any:
-    """What Dynamo traces with a fake in its place."""
+    """The object that a fake stands for in what Dynamo traces."""
     return x.real_obj if isinstance(x, FakeScriptObject) else x
 
 
 def is_group_name(name: str) -> bool:
+    """Is there a process group of this name?"""
     return name in torch.distributed.distributed_c10d._world.pg_names.values()
 
 
 def mode_options(mode: str) -> dict[str, Any]:
+    """The settings that a mode of ``torch.compile`` stands for."""
     return torch._inductor.list_mode_options(mode)
 
 
 def is_view(op: Any) -> bool:
+    """Is the result of an op its argument's memory?"""
     return isinstance(op, torch._ops.OpOverload) and op.is_view
 
 
@@ -92,8 +103,8 @@ def is_pure(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return op is operator.getitem
     random = torch.Tag.nondeterministic_seeded in op.tags
-    # Of the arguments of new_empty and its like only the shape goes into the result.
-    return not (random or op._schema.is_mutable or "empty" in op._schema.name)
+    # What new_empty and its like return is whatever was in memory.
+    return not (random or op._schema.is_mutable or op_only_allocates(op))
 
 
 def realize_in_symmetric_memory(x: Any, group_name: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fcoll
-from fcoll.launch import launch
+from fcoll.eager.launch import launch
 from inductor_ext.config import config, measured_path
 
 SIZES = tuple(4096 << k for k in range(12))  # 4 KiB to 8 MiB, all that a comm buffer may have
@@ -58,7 +58,7 @@ def _compare(nbytes: int) -> tuple[float, float]:
 
     def in_place() -> Any:
         own = native.claim(group, 0, x.shape, x.stride(), x.dtype, x.device)
-        return native.meet_and_reduce(own, "all_reduce", "sum", group)
+        return native.meet_and_reduce(own, "all_reduce", "sum", group, -1)
 
     def kernel() -> Any:
         return fcoll.wait_tensor(fcoll.all_reduce(x))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fcoll.cost import machine_dir
+from fcoll.costs.machine import machine_dir
+from inductor_ext.errors import UnknownForm, UnknownSetting
 
 #: How a collective on shared memory may be lowered: fused with what follows, one extern call that
 #: also reduces, or the kernel that eager runs.
@@ -65,6 +66,10 @@ class Config:
     #: Say on stderr what was done to each collective, and why not more. INDUCTOR_EXT_LOG=1.
     log: bool = field(default_factory=lambda: os.environ.get("INDUCTOR_EXT_LOG", "0") == "1")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        _check(name, value)
+        super().__setattr__(name, value)
+
     def one_shot_limit(self, n: int) -> int:
         """The largest part in bytes that n ranks read from each other in place."""
         return _limit(self.one_shot_bytes, n)
@@ -75,14 +80,16 @@ class Config:
 
     def key(self) -> str:
         """All of it that decides what is generated, for caches."""
-        from inductor_ext.cuda import enabled_groups
+        from inductor_ext.lower.cuda import enabled_groups
 
         settings = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "log"]
         return repr((settings, enabled_groups()))
 
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[None]:
-        """With some settings changed."""
+        """With some settings changed, and put back at the end."""
+        for name, value in changes.items():
+            _check(name, value)
         before = {name: getattr(self, name) for name in changes}
         try:
             for name, value in changes.items():
@@ -91,6 +98,15 @@ class Config:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise unless there is such a setting, and the value is one of those it may have."""
+    known = [f.name for f in fields(Config)]
+    if name not in known:
+        raise UnknownSetting(name=name, known=", ".join(known))
+    if name == "form" and value not in FORMS:
+        raise UnknownForm(form=value, known=", ".join(FORMS))
 
 
 def _limit(sizes: dict[int, int], n: int) -> int:

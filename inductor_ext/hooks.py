@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fcoll import symm_mem
-from fcoll.collectives import row_of
+from fcoll.graph.nodes import row_of_node
 from fcoll.groups import by_name
-from inductor_ext import registry
+from fcoll.transport.shared_memory import status_of
 from inductor_ext._torch import (
     before_every_compile,
     inductor_config,
@@ -22,7 +21,8 @@ from inductor_ext._torch import (
     unset_fake_temporarily,
 )
 from inductor_ext.config import config
-from inductor_ext.passes import Passes
+from inductor_ext.lower import registry
+from inductor_ext.passes.pipeline import Passes
 
 _passes = Passes()
 _HOOK = "post_grad_custom_post_pass"
@@ -31,7 +31,7 @@ _HOOK = "post_grad_custom_post_pass"
 def install() -> None:
     """Make the default backend of ``torch.compile`` do what "fcoll" does. Twice is once."""
     prepare()
-    before_every_compile(connect)
+    before_every_compile(_before_compile)
     before = _as_list(getattr(inductor_config, _HOOK))
     if _passes not in before:
         setattr(inductor_config, _HOOK, [*before, _passes])
@@ -62,25 +62,37 @@ def connect(graph: Any) -> None:
         return
     with unset_fake_temporarily():
         for name in dict.fromkeys(_group_names(graph)):
-            symm_mem.status_of(by_name(name))
+            status_of(by_name(name))
+
+
+def _before_compile(graph: Any) -> None:
+    prepare()  # again: users may have registered rows since the last time
+    connect(graph)
 
 
 def _group_names(graph: torch.fx.GraphModule) -> Iterator[str]:
     """The groups of a graph's collectives, and those of the meshes of its distributed tensors."""
     for module in graph.modules():
         for node in getattr(module, "graph", torch.fx.Graph()).nodes:
-            if node.op == "call_function" and row_of(node.target) is not None:
-                yield from _strings_that_name_groups((*node.args, *node.kwargs.values()))
+            name = _group_name(node)
+            if isinstance(name, str) and is_group_name(name):
+                yield name
             value = node.meta.get("example_value")
             if isinstance(value, DTensor):
                 yield from (g.group_name for g in real_object(value.device_mesh).get_all_groups())
 
 
-def _strings_that_name_groups(args: Iterable[Any]) -> Iterator[str]:
-    yield from (a for a in args if isinstance(a, str) and is_group_name(a))
+def _group_name(node: torch.fx.Node) -> Any:
+    """What a call of a collective has as its group: in Dynamo's graphs a name, or another node."""
+    row = row_of_node(node)
+    if row is None:
+        return None
+    at = row.position.get("group_name", len(node.args))
+    return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
 
 
 def prepare() -> None:
+    """Have all rows lowered, and the log shown if it is on. Before every compile."""
     registry.register()
     logger = logging.getLogger("inductor_ext")
     if config.log and not logger.handlers:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
-from fcoll.collectives import row_of
+from fcoll import units
+from fcoll.graph.nodes import arguments, line_of
+from fcoll.table.collectives import row_of
 from inductor_ext._torch import loaded_graphs
-from inductor_ext.places import users_line
+from inductor_ext.choice import Choice, choice_of
 
 _MARK = " fcoll: "  # after what begins a comment, "#" or "//"
 
@@ -38,19 +40,18 @@ class Lowered:
 
 def note(node: torch.fx.Node) -> str:
     """What the code that is generated for a collective says of it, in a comment."""
-    row = row_of(node.target)
+    row, choice = row_of(node.target), choice_of(node) or Choice()
     x = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else torch.empty(0)
     size = x.numel() * x.element_size()
-    named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore
     facts = Lowered(
         op=row.name if row else str(node.target),
-        group=named.get("group_name", ""),
+        group=arguments(node).get("group_name") or "",
         shape=tuple(s if isinstance(s, int) else str(s) for s in x.shape),
         dtype=str(x.dtype).removeprefix("torch."),
         bytes=size if isinstance(size, int) else None,
-        form=node.meta.get("fcoll_form", "kernel"),
-        why=node.meta.get("fcoll_why", ""),
-        source=users_line(node),
+        form=choice.form,
+        why=choice.why,
+        source=line_of(node),
     )
     return _MARK + json.dumps(asdict(facts))
 
@@ -78,12 +79,12 @@ def _entries(file: Path) -> list[Lowered]:
 
 def _reader(lines: list[str]) -> str:
     """The kernel that is called with the parts which the next line, or the next collect, gives."""
-    assigned = re.match(r"(\w+) = .*\.(meet|announce)\(", next(iter(lines[1:]), ""))
+    assigned = re.match(r"(\w+) = .*\.(meet|announce)(?:\.default)?\(", next(iter(lines[1:]), ""))
     if not assigned:
         return ""
     whole = assigned[1]
     if assigned[2] == "announce":
-        of_token = re.compile(rf"(\w+) = .*collect\({whole}\b")
+        of_token = re.compile(rf"(\w+) = .*collect(?:\.default)?\({whole}\b")
         taken = next((m[1] for m in map(of_token.match, lines) if m), None)
         if taken is None:
             return ""
@@ -99,8 +100,4 @@ def table(entries: list[Lowered] | None = None) -> str:
     for e in report() if entries is None else entries:
         size = "?" if e.bytes is None else str(e.bytes)
         rows.append((e.op, size, e.group, e.form, e.kernel or e.why, e.source))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(units.table(rows, "<" * len(rows[0])))

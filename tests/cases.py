@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcoll
-from fcoll.collectives import COLLECTIVES, Collective
 from fcoll.groups import resolve
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

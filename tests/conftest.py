@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from fcoll.native import build
+from fcoll.transport.native import build
 
 # gloo looks up the host's name otherwise, which need not resolve.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -63,6 +63,21 @@ def number_for_reduce_op(x):
     return fcoll.reduce(x, 0, 3.5)
 
 
+@mistake(errors.WrongType, "broadcast: src is float '0.5'", "Pass an int")
+def half_a_rank(x):
+    return fcoll.broadcast(x, 0.5)
+
+
+@mistake(errors.WrongType, "permute: dst[1] is str 'a'", "Pass an int")
+def text_for_a_target(x):
+    return fcoll.permute(x, [1, "a"])
+
+
+@mistake(errors.BadSplits, "rank 0 sends itself 3 rows and expects 1", "output_splits=[1, 1]")
+def other_splits_for_itself(x):
+    return fcoll.all_to_all_single(x, None, [1, 1], [3, 1])
+
+
 @mistake(errors.MissingFactor, "all_reduce:", "'premul_sum' and factor=None", "factor=0.5")
 def no_factor(x):
     return fcoll.all_reduce(x, "premul_sum")

@@ -246,7 +246,7 @@ CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclas
 @pytest.mark.parametrize("cls", [c for c in CLASSES if c is not FcollError])
 def test_class_is_raised_by_a_test(cls):
     raised = {m.error for m in MISTAKES.values()} | OWN_STAGE
-    others = [p.read_text() for p in Path(__file__).parent.glob("*.py") if p.name != "mistakes.py"]
+    others = [p.read_text() for p in Path(__file__).parent.rglob("*.py") if p.name != "mistakes.py"]
     expected = rf"(raises|fault)\([^)]*\b{cls.__name__}\b"  # by the tests of its own module
     elsewhere = any(re.search(expected, text) for text in others)
     assert cls in raised or cls.__name__ in NATIVE or elsewhere, f"no test raises {cls.__name__}"

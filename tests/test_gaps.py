@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import fcoll
-from fcoll import AsyncCollectiveTensor, _torch, async_tensor
+from fcoll import AsyncCollectiveTensor, _torch
+from fcoll.eager import async_tensor
 from fcoll.errors import UnevenShard
 from fcoll.groups import group_name
 

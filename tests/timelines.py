@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fcoll.cost import PRESETS, Machine
-from fcoll.schedule.timeline import Timeline, timeline
-from fcoll.steps import Step
-from fcoll.trace import Issued
+from fcoll.costs.machine import PRESETS, Machine
+from fcoll.graph.issued import Issued
+from fcoll.graph.steps import Step
+from fcoll.scheduling.timeline import Timeline, timeline
 
 H100 = Machine.from_toml(PRESETS / "h100.toml")
 

@@ -1,2 +1,1 @@
-"""A Timeline, rendered: text, HTML, SVG, Perfetto JSON. Renderers only: nothing is computed here
-that the timeline does not have."""
+"""A Timeline, rendered: text, HTML, SVG, Perfetto JSON; and the same program on growing worlds."""

@@ -9,8 +9,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from fcoll.report.summary import rows, show_bytes, verdict
-from fcoll.schedule.timeline import Timeline
+from fcoll.report.summary import rows, verdict
+from fcoll.scheduling.timeline import Timeline
+from fcoll.units import show_bytes
 
 CONTEXT = 2  # lines of source shown above and below the one that counts
 RANKS_SHOWN = 8

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fcoll.schedule.timeline import Span, Timeline
+from fcoll.scheduling.timeline import Span, Timeline
 
 
 def render(line: Timeline, other: Timeline | None = None) -> str:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from fcoll.report.summary import show_bytes, show_us
+from fcoll.report.scale import Point
 from fcoll.report.svg import STYLE
-from fcoll.report.text import table
-from fcoll.schedule.scale import Point
+from fcoll.units import show_bytes, show_us, table
 
 BAR = 28
 

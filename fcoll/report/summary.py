@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fcoll.schedule.timeline import Timeline
+from fcoll.scheduling.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -90,31 +90,3 @@ def as_dict(line: Timeline) -> dict[str, Any]:
             for row in rows(line)
         ],
     }
-
-
-def show_bytes(nbytes: float) -> str:
-    """
-    >>> show_bytes(64 << 20), show_bytes(1000), show_bytes(3 << 29)
-    ('64.0 MiB', '1000 B', '1.50 GiB')
-    """
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(nbytes) >= size:
-            return f"{_three(nbytes / size)} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def show_us(us: float) -> str:
-    """
-    >>> show_us(0.25), show_us(999.4), show_us(12345), show_us(2.5e6)
-    ('0.25 us', '999 us', '12.3 ms', '2.50 s')
-    """
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if abs(us) >= size:
-            return f"{_three(us / size)} {unit}"
-    return f"{_three(us)} us"
-
-
-def _three(value: float) -> str:
-    """Three digits that count."""
-    size = abs(value)
-    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from fcoll.report.summary import show_bytes, show_us, verdict
-from fcoll.schedule.timeline import Span, Timeline
+from fcoll.report.summary import verdict
+from fcoll.scheduling.timeline import Span, Timeline
+from fcoll.units import show_bytes, show_us
 
 WIDTH, LEFT, RIGHT = 1100, 84, 16
 LANE, GAP, MEMORY = 26, 8, 64

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fcoll.report.summary import Row, rows, show_bytes, show_us, verdict
-from fcoll.schedule.timeline import Timeline, busy_us
+from fcoll.report.summary import Row, rows, verdict
+from fcoll.scheduling.timeline import Timeline, busy_us
+from fcoll.units import show_bytes, show_us, table
 
 HEAD = ("collective", "axis", "n", "phase", "count", "bytes", "time", "exposed", "", "source")
 ALIGN = "<<><>>>><<"
@@ -62,12 +63,3 @@ def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
         bar.ljust(BAR),
         row.source,
     )
-
-
-def table(cells: list[tuple[str, ...]], align: str) -> list[str]:
-    """Lines of a table; ``align`` has < or > for each column, the first row is its head."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(align))]
-    return [
-        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True)).rstrip()
-        for row in cells
-    ]

@@ -1,1 +1,1 @@
-"""What a trace is made with: fake worlds, fake copies of tensors, a recorder of dispatched ops."""
+"""Trace: a step run once without data or processes -> a graph and its collectives."""

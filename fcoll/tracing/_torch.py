@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
-import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.debug as dtensor_debug
-import torch.utils._sympy.functions as sympy_functions
 from torch._C._distributed_c10d import FakeWork
+from torch._dynamo.decorators import skip as dynamo_skip
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -24,10 +24,12 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,8 +39,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from fcoll._torch import op_name as op_name
-from fcoll._torch import size_expr as size_expr
-from fcoll._torch import size_hint as size_hint
+from fcoll.graph._torch import call_arguments as call_arguments
 
 # -- worlds ---
 
@@ -116,6 +117,25 @@ def mesh_of_groups(
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)
 
 
+# -- in place of what is there ---
+
+
+@contextmanager
+def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Inside, a class or module has these attributes; what it had comes back at the end."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)  # it was a base class's
+
+
 # -- running under fake tensors ---
 
 
@@ -124,6 +144,12 @@ def fake_mode() -> Any:
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
+
+#: Where torch logs what an op raises on fake tensors, besides raising it.
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+
+#: What integers, floats and bools that only a run knows are.
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 #: What asking for a value that a trace does not have raises.
 NO_VALUE = (
@@ -200,6 +226,67 @@ def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
             cls.wait = original  # type: ignore[method-assign]
 
 
+def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """All objects in which FSDP2 keeps the state of these modules: what is gathered, whose turn."""
+    todo: list[Any] = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
+    found: dict[int, Any] = {}
+    while todo:
+        x = todo.pop()
+        if isinstance(x, (list, tuple, set)):
+            todo += x
+        elif isinstance(x, dict):
+            todo += x.values()
+        elif id(x) not in found and type(x).__module__.startswith(_FSDP) and hasattr(x, "__dict__"):
+            if not isinstance(x, (torch.nn.Module, Enum)):
+                found[id(x)] = x
+                todo += vars(x).values()
+    return list(found.values())
+
+
+_FSDP = fully_shard.__module__.rpartition(".")[0]  # the package
+
+
+def is_ddp(module: torch.nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)
+
+
+def around_ddp_made(before: Callable[[torch.nn.Module], None]) -> AbstractContextManager[None]:
+    """Call before(module) when a DistributedDataParallel is about to wrap a module."""
+    original = DistributedDataParallel.__init__
+
+    def init(ddp: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        before(module)
+        original(ddp, module, *args, **kwargs)
+
+    return replaced(DistributedDataParallel, {"__init__": init})
+
+
+def around_ddp_called(before: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call before() when a DistributedDataParallel runs whose backward pass exchanges gradients."""
+    original = DistributedDataParallel.forward
+
+    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            before()
+        return original(ddp, *args, **kwargs)
+
+    return replaced(DistributedDataParallel, {"forward": forward})
+
+
+@contextmanager
+def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
+    """Call before(is_derivative) whenever a backward pass begins: True where it computes gradients
+    that are themselves to be differentiated, autograd.grad(create_graph=True)."""
+
+    def run(roots: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kw: Any):
+        before(create_graph and not kw.get("accumulate_grad", True))
+        return _engine_run_backward(roots, grads, retain_graph, create_graph, *args, **kw)
+
+    # Dynamo goes on in what the engine calls, as if this were torch's own function
+    with replaced(torch.autograd, {"_engine_run_backward": dynamo_skip(run)}):
+        yield
+
+
 # -- where the autograd engine is ---
 
 #: The frame below which Python runs on behalf of the engine.
@@ -252,6 +339,13 @@ def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ca
     )
 
 
+def compiled_anew() -> AbstractContextManager[Any]:
+    """Dynamo compiles a function for each trace's backend, however often it did so before: past
+    its limit it would run it as it is, and nothing of it would be recorded."""
+    endless = 1_000_000
+    return torch._dynamo.config.patch(recompile_limit=endless, accumulated_recompile_limit=endless)
+
+
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -267,14 +361,6 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     return op.decompose if op._can_decompose() else None
 
 
-def call_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; the dispatcher leaves out those that have their default."""
-    named = {a.name: a.default_value for a in op._schema.arguments}
-    named.update(zip(named, args, strict=False))
-    named.update(kwargs)
-    return named
-
-
 @functools.cache
 def writes(op: Any) -> bool:
     """Does it write to an argument, or complete one?"""
@@ -283,7 +369,7 @@ def writes(op: Any) -> bool:
 
 def expression(x: Any) -> Any:
     """The sympy expression of a number that is known only in a run; anything else as it is."""
-    return x.node.expr if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else x
+    return x.node.expr if isinstance(x, SYMBOLS) else x
 
 
 def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -323,64 +409,6 @@ def storage_id(x: torch.Tensor) -> int:
 def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
     """What two tensor objects that are the same view of the same memory have in common."""
     return storage_id(x), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
-
-
-# -- symbolic sizes ---
-
-#: The functions that torch's expressions of sizes have besides sympy's own.
-SYMPY_FUNCTIONS = {
-    name: fn
-    for name, fn in vars(sympy_functions).items()
-    if isinstance(fn, type) and issubclass(fn, sympy.Function)
-}
-
-
-def symbol_value(node: Any, symbol: Any) -> int | None:
-    """The value of a symbol in the trace that a SymInt's node is of, else its upper bound."""
-    env = node.shape_env
-    if (value := env.backed_var_to_val.get(symbol)) is not None:
-        return int(value)
-    bound = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
-    return int(bound) if bound is not None and bound.is_Integer and bound < _ENDLESS else None
-
-
-_ENDLESS = 2**48  # torch has bounds such as 2**63 - 1 for what has none
-
-
-# -- timers ---
-
-_BACKEND_SELECT, _META = torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.Meta
-
-
-@contextmanager
-def around_op(op: Any, hook: Callable[..., Any]) -> Iterator[None]:
-    """Every call of the op, from Python or C++, becomes hook(run, args, kwargs).
-
-    BackendSelect is a key that every call passes, below autograd and the modes: what they do is as
-    it was, and nothing sees that somebody listens. Tensors without data are let through.
-    """
-    library = torch.library.Library(op.namespace, "IMPL")
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(op.redispatch, keys.remove(_BACKEND_SELECT))
-        return run(*args, **kwargs) if keys.has(_META) else hook(run, args, kwargs)
-
-    library.impl(op, kernel, "BackendSelect", with_keyset=True)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def find_op(name: str) -> Any:
-    """The op "namespace::name" if it has a kernel of its own; None if it is but a name for others,
-    or there is none."""
-    if not torch._C._dispatch_has_kernel(name):
-        return None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-        return None
-    space, _, short = name.partition("::")
-    return getattr(getattr(torch.ops, space), short).default
 
 
 def work_of(out: Any) -> dist.Work | None:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fcoll.graph.origin import Origin
+from fcoll.source import user_frames
 from fcoll.tracing import _torch
-from fcoll.tracing.recorder import Origin, Recorder
-from fcoll.where import is_library
-
-_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
+from fcoll.tracing.recorder import Recorder
 
 
 def compiled(fn: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
@@ -58,11 +57,10 @@ class _Recorded(fx.Interpreter):
 
 
 def _origin(node: fx.Node, phase: str) -> Origin:
-    text = node.meta.get("stack_trace") or ""
-    frames = [(name, int(line)) for name, line in _FRAME.findall(text)]
+    frames = user_frames(node.meta.get("stack_trace"))
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((entry[0] for entry in reversed(stack.values())), "")
-    return Origin(tuple(f for f in frames if not is_library(f[0])), module_path(path), phase)
+    return Origin(frames, module_path(path), phase)
 
 
 def module_path(path: str) -> str:

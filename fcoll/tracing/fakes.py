@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcoll.source import is_library
 from fcoll.tracing import _torch
-from fcoll.where import is_library
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
 _LIMIT = 200_000  # objects looked at, for programs that hold a large data set
@@ -173,12 +173,14 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
 
     Real tensors stay: the fake mode knows how to take them. Without a mode it is the real tensors
     that are replaced, by ones on the meta device. At the end all is as it was, the gradients of
-    the tensors and the states of the optimizers too.
+    the tensors, the states of the optimizers and what FSDP2 has gathered too.
     """
     all_tensors = [x for x, _ in found.tensors.values()]
     copies = {id(x): fake_copy(x, mode) for x in all_tensors if x.is_meta == (mode is not None)}
     grads = [(x, x.grad) for x, _ in found.tensors.values() if x.is_leaf]
     states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in found.optimizers]
+    parameters = [_Contents(module._parameters) for module in found.modules]
+    sharded = [_Attributes(x) for x in _torch.fsdp_objects(found.modules)]
     try:
         for holder, key, x in found.places:
             if id(x) in copies:
@@ -193,3 +195,36 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
         for optimizer, state in states:
             optimizer.state.clear()
             optimizer.state.update(state)
+        for kept in (*parameters, *sharded):
+            kept.restore()
+
+
+class _Contents:
+    """What is in a list, dict or set now."""
+
+    def __init__(self, container: Any) -> None:
+        self.container, self.before = container, container.copy()
+
+    def restore(self) -> None:
+        self.container.clear()
+        (self.container.extend if isinstance(self.before, list) else self.container.update)(
+            self.before
+        )
+
+
+class _Attributes:
+    """What an object's attributes are now; and of those that are containers, what is in them. Hooks
+    stay: they are on modules, too."""
+
+    def __init__(self, x: Any) -> None:
+        self.attributes = vars(x)
+        self.before = {k: v for k, v in vars(x).items() if "hook" not in k}
+        containers = (v for v in self.before.values() if isinstance(v, (list, dict, set)))
+        self.contents = [_Contents(v) for v in containers]
+
+    def restore(self) -> None:
+        for name in [name for name in self.attributes if "hook" not in name]:
+            del self.attributes[name]
+        self.attributes.update(self.before)
+        for contents in self.contents:
+            contents.restore()

@@ -11,7 +11,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any
@@ -24,28 +23,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_iter, tree_map
 
-from fcoll.collectives import row_of
-from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
+from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup, UntraceableDDP
+from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name
+from fcoll.source import is_library
+from fcoll.table.collectives import row_of
 from fcoll.tracing import _torch, c10d
-from fcoll.where import is_library, show
-
-PHASES = ("fwd", "bwd", "opt")
-Frames = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Who asked for an op: the user's frames (innermost last), the module, the phase."""
-
-    frames: Frames
-    module: str
-    phase: str
-
-    @property
-    def source(self) -> str:
-        """The user's line, "model.py:31"."""
-        return show(self.frames[-1]) if self.frames else ""
+from fcoll.tracing.values import user_line
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -64,6 +48,9 @@ class Recorder(_torch.TorchDispatchMode):
         self._fakes: dict[int, Tensor] = {}  # id of a real tensor -> the fake one in its place
         self.graph = fx.Graph()
         self.given: Origin | None = None  # for what runs next, where somebody else knows it
+        self.ran_backward = False
+        self._ddp_line = ""  # of a DistributedDataParallel that waits for its backward pass
+        self.notes: list[str] = []  # on what only a run knows
         self.results: list[Tensor] = []  # to be outputs, besides those that finish() is given
         self.by_memory = False  # a new tensor object may be a known value: go by its memory too
         self._by_memory: dict[Any, fx.Node] = {}
@@ -109,6 +96,8 @@ class Recorder(_torch.TorchDispatchMode):
                 return out
         origin = self._origin()
         out = func(*args, **kwargs)
+        if func is torch.ops.aten.bincount.default:
+            out = self._counted(out, _torch.call_arguments(func, args, kwargs)["minlength"])
         if origin is _STORING:
             self._store(func, args, kwargs, out)
         else:
@@ -198,6 +187,8 @@ class Recorder(_torch.TorchDispatchMode):
         node.meta["origin"] = origin
         if isinstance(out, Tensor):
             self._made(out, node)
+        elif isinstance(out, _torch.SYMBOLS):
+            node.meta["val"] = out  # which value of which tensor the symbol is
         elif isinstance(out, (tuple, list)):
             node.meta["val"] = out
             for i, part in enumerate(out):
@@ -260,6 +251,28 @@ class Recorder(_torch.TorchDispatchMode):
         phases = [meta.get("written_in", meta["origin"].phase) for meta in metas]
         return max(phases, key=PHASES.index, default="fwd")
 
+    def _counted(self, out: Tensor, minlength: int) -> Tensor:
+        """Of bincount: as many counts as it is told, where a value beyond would add to them."""
+        if minlength == 0 or isinstance(out.shape[0], int):
+            return out
+        self.notes.append(f"{user_line()}: bincount is taken to give minlength={minlength} counts")
+        with self.paused():
+            return out.new_empty(minlength)
+
+    def has_written(self, x: Tensor) -> bool:
+        """Has a tensor that the program had before another value by now?"""
+        node = self.known(x)
+        return node is not None and node.op != "placeholder"
+
+    def runs_backward(self, is_derivative: bool) -> None:
+        """A backward pass begins; gradients to be differentiated again are none."""
+        if self._ddp_line:
+            raise UntraceableDDP(line=self._ddp_line)
+        self.ran_backward |= not is_derivative
+
+    def _runs_ddp(self) -> None:
+        self._ddp_line = user_line()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         before, self._paused = self._paused, True
@@ -286,7 +299,7 @@ class Recorder(_torch.TorchDispatchMode):
         if leaf is not None and not frames:
             return _STORING
         if running is None:  # at the end of the backward pass
-            forward = _NOWHERE
+            forward = Origin(self._callers_of_engine(), "", "bwd")
         else:
             forward = self._of_leaf() if leaf is not None else self._forward_of(running)
         # frames of its own in the backward pass: a hook, or the user's autograd function
@@ -312,7 +325,6 @@ class Recorder(_torch.TorchDispatchMode):
         is the autograd engine that runs this; then frames are only those that it called."""
         found, module, in_engine = [], None, False
         frame: FrameType | None = sys._getframe(3)
-        known = self._is_library
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
             if code is _torch.ENGINE_CODE:
@@ -320,14 +332,28 @@ class Recorder(_torch.TorchDispatchMode):
                 break
             if module is None and code is _torch.MODULE_CALL_CODE:
                 module = self._modules.get(frame.f_locals["self"])
-            library = known.get(code)
-            if library is None:
-                library = known[code] = is_library(code.co_filename)
-            if not library:
+            if not self._of_library(code):
                 found.append((code.co_filename, frame.f_lineno))
             frame = frame.f_back
         path = (module or "").partition(".parametrizations")[0]
         return self._intern(tuple(reversed(found))), path, in_engine
+
+    def _callers_of_engine(self) -> Frames:
+        """The user's frames that lead to the backward pass, loss.backward() the innermost."""
+        frame: FrameType | None = sys._getframe(2)
+        found, inside = [], True
+        while frame is not None and frame is not self._outermost:
+            inside = inside and frame.f_code is not _torch.ENGINE_CODE
+            if not inside and not self._of_library(frame.f_code):
+                found.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return self._intern(tuple(reversed(found)))
+
+    def _of_library(self, code: CodeType) -> bool:
+        known = self._is_library.get(code)
+        if known is None:
+            known = self._is_library[code] = is_library(code.co_filename)
+        return known
 
     def _intern(self, x: Any) -> Any:
         return self._interned.setdefault(x, x)
@@ -347,6 +373,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.real_meshes(),
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
+                _torch.around_ddp_called(self._runs_ddp),
             ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}

@@ -1,0 +1,1 @@
+"""Check: do all ranks of a program issue collectives that match?"""

@@ -1,0 +1,403 @@
+"""What can be proved of the calls that ranks make, from their traces: that the members of a group
+make the same ones, that sends meet receives, and that nobody waits in a circle."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, has_symbols
+from fcoll.checking.sizes import Sizes, apart, differ
+from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
+from fcoll.graph.issued import SPLITS, Issued, describe
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message of a point-to-point call."""
+
+    call: Issued
+    sends: bool
+    me: int
+    peer: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def lane(self) -> tuple[Any, ...]:
+        """Messages on a lane arrive in the order they are sent in."""
+        ends = (self.me, self.peer) if self.sends else (self.peer, self.me)
+        return group_of(self.call), *ends, self.tag
+
+
+@dataclass(frozen=True)
+class Program:
+    """The calls of one rank, and the order in which it starts and waits for them."""
+
+    rank: int
+    calls: tuple[Issued, ...]
+    events: tuple[tuple[str, int], ...]  # ("start" | "wait", the call's id)
+    findings: tuple[Any, ...]
+    origins: Origins = field(default_factory=Origins)  # of sizes that only a run knows
+    notes: tuple[str, ...] = ()  # of its trace
+
+    def transfers(self) -> Iterator[Transfer]:
+        return itertools.chain.from_iterable(transfers_of(c, self.rank) for c in self.calls)
+
+    def peers(self) -> list[int]:
+        return sorted({t.peer for t in self.transfers()})
+
+
+# -- what is known of sizes ---
+
+
+class Known:
+    """The sizes of all programs. Where only a run knows one, ``notes`` say what was not compared,
+    or from what it follows; each line of the program is named once."""
+
+    def __init__(self, programs: dict[int, Program]) -> None:
+        self.programs, self.sizes = programs, Sizes(programs)
+        self._notes: dict[Any, str] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._notes.values()))
+
+    def common(self, x: Any, rank: int) -> Any:
+        """Sizes in nested lists as tuples, in terms that all ranks share."""
+        if isinstance(x, (list, tuple)):
+            return tuple(self.common(part, rank) for part in x)
+        if type(x) is int or has_symbols(x):
+            return self.sizes.common(x, rank)
+        return repr(x)
+
+    def not_compared(self, call: Issued, what: str) -> None:
+        text = f"not compared: {what} of {call.op} at {call.source}, which only a run knows"
+        self._notes.setdefault((call.op, call.source, "unknown"), text)
+
+    def follows(self, call: Issued, *ends: tuple[Any, int]) -> None:
+        """What one rank sends is what another expects, by what was exchanged before: ``ends`` are
+        the two sizes and their ranks."""
+        place = call.op, call.source, "known"
+        if place not in self._notes:
+            lines = sorted({line for size, rank in ends for line in self._told_at(size, rank)})
+            told = f"the counts exchanged at {', '.join(lines)}"
+            self._notes[place] = f"proved: the rows of {call.op} at {call.source} match by {told}"
+
+    def _told_at(self, size: Any, rank: int) -> Iterator[str]:
+        """The lines of the calls by which a size came from other ranks."""
+        program = self.programs[rank]
+        terms = [program.origins.symbols.get(str(s)) for s in size.free_symbols]
+        keys = {key for term in terms for key in _calls_in(term)}
+        starts = {start for start, key in call_keys(program.calls).items() if key in keys}
+        return (call.source for call in program.calls if call.start in starts)
+
+
+def _calls_in(term: Any) -> Iterator[Any]:
+    """The calls by which a value came from other ranks."""
+    if isinstance(term, tuple):
+        if term[:1] in (("sent",), ("same",)):
+            yield term[1:3]
+        for part in term:
+            yield from _calls_in(part)
+
+
+# -- proof 1: the members of a group make the same calls ---
+
+
+def is_transfer(call: Issued) -> bool:
+    """Is it between two ranks, not for the whole group?"""
+    return call.row.is_p2p
+
+
+def same_calls(programs: dict[int, Program], known: Known) -> int:
+    """Compare all traced members of every group; the number of groups."""
+    by_group: dict[GroupKey, dict[int, list[Issued]]] = defaultdict(dict)
+    for rank, program in programs.items():
+        for call in program.calls:
+            if not is_transfer(call):
+                by_group[group_of(call)].setdefault(rank, []).append(call)
+    for key, lists in by_group.items():
+        members = {r: lists.get(r, []) for r in key[0] if r in programs}
+        _compare(members, known)
+    return len(by_group)
+
+
+def _compare(members: dict[int, list[Issued]], known: Known) -> None:
+    """Raise for the first call in which the members of a group differ."""
+    longest = max(map(len, members.values()))
+    for i in range(longest):
+        calls = {rank: calls[i] if i < len(calls) else None for rank, calls in members.items()}
+        for rank, other, why in _disagreements(calls, known):
+            # where they went apart, which may be before the calls stop matching
+            first = next(j for j in range(i + 1) if j == i or _apart(members, rank, other, j))
+            _raise_mismatch(members, rank, other, first, i, why)
+
+
+def _apart(members: dict[int, list[Issued]], rank: int, other: int, i: int) -> bool:
+    return members[rank][i].source != members[other][i].source
+
+
+def _disagreements(calls: dict[int, Issued | None], known: Known) -> Iterator[tuple[int, int, str]]:
+    """(a rank of the majority, one that differs from it, in what)."""
+    signatures = {rank: signature(call, rank, known) for rank, call in calls.items()}
+    usual = Counter(signatures.values()).most_common(1)[0][0]
+    ranks = {found: rank for rank, found in reversed(signatures.items())}  # the first with each
+    kinds = [usual, *(found for found in dict.fromkeys(signatures.values()) if found != usual)]
+    for x, y in itertools.combinations(kinds, 2):
+        a, b = ranks[x], ranks[y]
+        if apart(x, y):
+            yield a, b, _difference(x, y)
+        elif (call := calls[a]) is not None:
+            known.not_compared(call, f"the sizes on ranks {a} and {b}")
+    present = {r: c for r, c in calls.items() if c is not None}
+    yield from _own_parts(present, known)
+
+
+def signature(call: Issued | None, rank: int, known: Known) -> Any:
+    """What must be the same on all ranks."""
+    if call is None:
+        return None
+    row = call.row
+    args = {k: known.common(v, rank) for k, v in call.args.items() if k not in row.own_args}
+    own_dim = row.own_dim(call.args) if row.own_dim else None
+    shapes = tuple(known.common(_without(shape, own_dim), rank) for shape in call.shapes)
+    return row.message, shapes, call.dtypes, tuple(sorted(args.items()))
+
+
+def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return shape if dim is None else (*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def _difference(x: Any, y: Any) -> str:
+    """In what two signatures differ."""
+    if x is None or y is None:
+        return "one makes the call, the other does not"
+    for name, i in (("the collective", 0), ("the shape", 1), ("the dtype", 2)):
+        if apart(x[i], y[i]):
+            return f"{name} differs"
+    ours, theirs = dict(x[3]), dict(y[3])
+    names = [k for k in {**ours, **theirs} if apart(ours.get(k), theirs.get(k))]
+    return f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
+
+
+def _own_parts(calls: dict[int, Issued], known: Known) -> Iterator[tuple[int, int, str]]:
+    """What rank a sends to b is what b expects from a."""
+    for (a, x), (b, y) in itertools.permutations(calls.items(), 2):
+        if all(isinstance(c.args.get(k), (list, tuple)) for c in (x, y) for k in SPLITS):
+            sent = x.args[SPLITS[0]][x.ranks.index(b)]
+            expected = y.args[SPLITS[1]][y.ranks.index(a)]
+            differs = differ(known.sizes.common(sent, a), known.sizes.common(expected, b))
+            if differs:
+                why = f"rank {a} sends {sent} rows to rank {b}, which expects {expected}"
+                yield a, b, why
+            elif differs is None:
+                known.not_compared(y, f"how many rows ranks send ({sent}) and expect ({expected})")
+            elif has_symbols(expected):
+                known.follows(y, (sent, a), (expected, b))
+
+
+def _raise_mismatch(
+    members: dict[int, list[Issued]], rank: int, other: int, first: int, i: int, why: str
+) -> None:
+    at = {r: members[r][first] if first < len(members[r]) else None for r in (rank, other)}
+    some = next(c for c in (*at.values(), members[rank][0]) if c is not None)
+    common = members[rank][first - 1] if first else None
+    lines = [f'on the group "{some.axis or some.group}" of ranks {_some(some.ranks)}: {why}']
+    lines += [f"  rank {r}: {describe(c) if c else 'makes no more calls'}" for r, c in at.items()]
+    if first < i:
+        late = {r: members[r][i] if i < len(members[r]) else None for r in (rank, other)}
+        lines += ["  from there on they are not at the same line, and then:"]
+        lines += [f"  rank {r}: {describe(c) if c else 'makes no more'}" for r, c in late.items()]
+    lines += [f"  last in common: {describe(common) if common else 'none'}"]
+    lines += ["All ranks of a group must make the same calls in the same order: look for a branch"]
+    error = CheckMismatch(message="\n".join(lines) + " that only some of them take.")
+    error.ranks, error.calls, error.last_common = (rank, other), tuple(at.values()), common
+    raise error
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+# -- proof 2: sends meet receives ---
+
+
+def transfers_of(call: Issued, me: int) -> Iterator[Transfer]:
+    """The messages of a point-to-point call; none of another."""
+    if not is_transfer(call):
+        return
+    kinds = call.args.get("op_list", [call.op])
+    peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
+    tags = call.args.get("tag_list", [call.args.get("tag")])
+    for kind, peer, tag, shape, dtype in zip(
+        kinds, peers, tags, call.shapes, call.dtypes, strict=True
+    ):
+        yield Transfer(call, kind == "isend", me, call.ranks[peer], tag, shape, dtype)
+
+
+def transfers_meet(programs: dict[int, Program], known: Known) -> None:
+    lanes: dict[Any, tuple[list[Transfer], list[Transfer]]] = defaultdict(lambda: ([], []))
+    for program in programs.values():
+        for transfer in program.transfers():
+            lanes[transfer.lane][0 if transfer.sends else 1].append(transfer)
+    problems: list[tuple[Any, Any, Any, str]] = []
+    for sends, receives in lanes.values():
+        common = None
+        for send, receive in itertools.zip_longest(sends, receives):
+            if why := _misfit(send, receive, known):
+                problems.append((send, receive, common, why))
+                break
+            common = send
+    if problems:
+        # the one that its rank reaches first: the others often follow from it
+        problem = min(problems, key=lambda p: min(t.call.id for t in p[:2] if t is not None))
+        _raise_transfer(*problem)
+
+
+def _misfit(send: Transfer | None, receive: Transfer | None, known: Known) -> str:
+    if send is None:
+        return "a receive that nobody sends to"
+    if receive is None:
+        return "a send that nobody receives"
+    shapes = (known.common(t.shape, t.me) for t in (send, receive))
+    differs = apart(*shapes)
+    if differs:
+        return "the shape differs"
+    if differs is None:
+        known.not_compared(receive.call, f"the sizes on ranks {send.me} and {receive.me}")
+    return "" if send.dtype == receive.dtype else "the dtype differs"
+
+
+def _raise_transfer(
+    send: Transfer | None, receive: Transfer | None, common: Transfer | None, why: str
+) -> None:
+    found = [t for t in (send, receive) if t is not None]
+    lines = [f"between ranks {found[0].me} and {found[0].peer}: {why}"]
+    lines += [f"  rank {t.me}: {describe(t.call)}" for t in found]
+    if len(found) == 1:
+        wanted = "irecv" if found[0].sends else "isend"
+        lines.append(f"  rank {found[0].peer}: has no {wanted} with tag {found[0].tag} for it")
+    lines.append(f"  last in common: {describe(common.call) if common else 'none'}")
+    hint = "Every send needs a receive with the same tag, shape and dtype, in the same order."
+    error = UnmatchedTransfer(message="\n".join([*lines, hint]))
+    error.ranks = (found[0].me, found[0].peer)
+    error.calls = tuple(t.call for t in found)
+    error.last_common = common.call if common else None
+    raise error
+
+
+# -- proof 3: nobody waits in a circle ---
+
+
+class _Run:
+    """The programs run against each other: a collective holds a rank until all members are there,
+    a message holds it only where it waits for it, until the other side has started."""
+
+    def __init__(self, programs: dict[int, Program]) -> None:
+        self.programs = programs
+        self.at = dict.fromkeys(programs, 0)  # rank -> its next event
+        self.entered: Counter[tuple[int, GroupKey]] = Counter()  # collectives begun
+        self.inside: dict[int, bool] = dict.fromkeys(programs, False)
+        self.started: Counter[tuple[bool, Any]] = Counter()  # messages, by direction and lane
+        self.place = {r: self._places(p) for r, p in programs.items()}
+
+    @staticmethod
+    def _places(program: Program) -> dict[int, list[tuple[Transfer, int]]]:
+        """A call's messages, and which on its lane each is."""
+        counts: Counter[Any] = Counter()
+        places: dict[int, list[tuple[Transfer, int]]] = defaultdict(list)
+        for transfer in program.transfers():
+            counts[transfer.sends, transfer.lane] += 1
+            places[transfer.call.id].append((transfer, counts[transfer.sends, transfer.lane]))
+        return places
+
+    def call(self, rank: int) -> tuple[str, Issued] | None:
+        program, i = self.programs[rank], self.at[rank]
+        if i == len(program.events):
+            return None
+        kind, id = program.events[i]
+        return kind, program.calls[id]
+
+    def advance(self, rank: int) -> bool:
+        """Go on as far as possible; did it move at all?"""
+        moved = False
+        while (event := self.call(rank)) is not None:
+            kind, call = event
+            moved |= self._begin(rank, kind, call)
+            if self.blockers(rank):
+                break
+            self.at[rank] += 1
+            self.inside[rank] = False
+            moved = True
+        return moved
+
+    def _begin(self, rank: int, kind: str, call: Issued) -> bool:
+        if kind == "wait" or self.inside[rank]:
+            return False
+        self.inside[rank] = True
+        if is_transfer(call):
+            for transfer, _ in self.place[rank][call.id]:
+                self.started[transfer.sends, transfer.lane] += 1
+        else:
+            self.entered[rank, group_of(call)] += 1
+        return True
+
+    def blockers(self, rank: int) -> list[int]:
+        """The ranks that it waits for right now."""
+        event = self.call(rank)
+        if event is None:
+            return []
+        kind, call = event
+        if is_transfer(call):
+            if kind == "start":
+                return []
+            there = self.place[rank][call.id]
+            return [t.peer for t, k in there if self.started[not t.sends, t.lane] < k]
+        if kind == "wait":
+            return []
+        key = group_of(call)
+        mine = self.entered[rank, key]
+        members = [r for r in key[0] if r in self.programs]
+        return [r for r in members if self.entered[r, key] < mine]
+
+
+def no_deadlock(programs: dict[int, Program]) -> None:
+    run = _Run(programs)
+    while any([run.advance(rank) for rank in programs]):
+        pass
+    stuck = [rank for rank in programs if run.call(rank) is not None]
+    if stuck:
+        _raise_deadlock(run, stuck[0])
+
+
+def _way_out(calls: list[Issued]) -> str:
+    if not any(map(is_transfer, calls)):
+        return "Let all ranks make their calls on different groups in the same order."
+    if all("dst" in call.args for call in calls):
+        return (
+            "All of them send first and wait until it is received, which only small messages need "
+            "not do. Let one receive first, wait later (isend), or use batch_p2p."
+        )
+    return "Send first, or use batch_p2p, which does both at once."
+
+
+def _raise_deadlock(run: _Run, rank: int) -> None:
+    chain = [rank]
+    while (following := run.blockers(chain[-1])[0]) not in chain:
+        chain.append(following)
+    circle = chain[chain.index(following) :]
+    calls = [event[1] for event in map(run.call, circle) if event is not None]
+    lines = [f"ranks {', '.join(map(str, circle))} would wait for one another for ever:"]
+    for r, call, after in zip(circle, calls, [*circle[1:], circle[0]], strict=True):
+        group = call.axis or call.group
+        lines.append(f'  rank {r} is in {describe(call)} on "{group}" and waits for {after}')
+    lines.append(_way_out(calls))
+    error = Deadlock(message="\n".join(lines))
+    error.ranks, error.calls = tuple(circle), tuple(calls)
+    raise error

@@ -1,0 +1,347 @@
+"""``fcoll ...`` and ``python -m fcoll ...``.
+
+Results go to stdout; progress, errors and what the program prints to stderr. Exit codes: 0 fine; 1
+something was found (a mismatch, a difference, more exposed time than allowed); 2 it could not be
+told: a mistake in the arguments, a program that raises or cannot be traced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fcoll.cli import demos, programs
+from fcoll.cli.parser import parser
+from fcoll.costs.machine import Machine, machine_dir, presets
+from fcoll.costs.model import number
+from fcoll.errors import BadMesh, CollectiveMismatch, FcollError, NotWritable
+from fcoll.plugins import plugin
+from fcoll.scheduling.timeline import Timeline
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.tracing._torch import FAKE_TENSOR_LOG
+
+FINE, FOUND, FAILED = 0, 1, 2
+
+# -- commands ---
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."""
+    from fcoll.report import html, perfetto, summary, svg, text
+    from fcoll.scheduling.timeline import timeline
+
+    # before the work: a name may be misspelt
+    machine = Machine.of(args.machine)
+    before = programs.read_trace(args.before) if args.before else None
+    traced = _traced(args)
+    with _progress("timing its steps", args):
+        first = line = _numbered(timeline(traced, machine, waits=_waits(args)), traced)
+        second = None
+        if before is not None:
+            first, second = _numbered(timeline(before, machine, waits=_waits(args)), before), line
+    with _progress("writing", args):
+        _write(args.save, traced.to_json)
+        _write(args.html, lambda: html.render(first, second, title=_title(args)))
+        _write(args.perfetto, lambda: perfetto.render(first, second))
+        _write(args.svg, lambda: svg.render(first, second))
+        if args.png:
+            svg.save_png(args.png, first, second)
+    found = summary.as_dict(line)
+    if before is not None:
+        found["before"] = summary.as_dict(first)
+    if notes := _notes(args, traced):
+        found["notes"] = notes
+    _print(args, found, lambda: text.render(first, second, top=args.top))
+    if args.fail_above is not None and line.exposed_share > args.fail_above:
+        share = f"{line.exposed_share:.1%} of the step is exposed"
+        print(f"fcoll: {share}, more than --fail-above {args.fail_above:.1%}", file=sys.stderr)
+        return FOUND
+    return FINE
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Prove that all ranks issue matching collectives in the same order; no processes needed."""
+    from fcoll.checking.check import check
+
+    if not args.mesh:
+        raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh dp=4,tp=2.")
+    build = _build_of(args)
+    try:
+        with _progress("tracing the ranks", args), redirect_stdout(sys.stderr):
+            result = check(build, mesh=args.mesh)
+    except CollectiveMismatch as mismatch:
+        text = str(mismatch)
+        _print(args, {"ok": False, "error": text}, lambda: text)
+        return FOUND
+    found = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced)}
+    found |= {"notes": list(result.notes), "text": str(result)}
+    _print(args, found, lambda: str(result))
+    return FINE if result.ok else FOUND
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine (about a minute), so that --machine local predicts it."""
+    from fcoll.profiling.calibrate import calibrate
+
+    path = Path(args.out) if args.out else machine_dir() / "local.toml"
+    machine = calibrate(args.ranks, path, quiet=args.quiet, quick=args.quick)
+    one_shot_bytes = None if args.quick else _one_shot_bytes(args.ranks)
+    flops = ", ".join(f"{dtype} {1000 * x:.0f}" for dtype, x in machine.flops.items())
+    small = {op: points[0][1] for op, points in machine.measured.items()}
+    lines = [
+        f"{path}: {machine.note}",
+        f"matrix products, GFLOP/s a rank: {flops}",
+        f"memory: {machine.memory_gb_per_s:.1f} GB/s a rank",
+        "smallest messages, us: " + ", ".join(f"{op} {us:.1f}" for op, us in small.items()),
+        f"largest messages: {machine.intra.gb_per_s:.1f} GB/s a rank",
+    ]
+    if one_shot_bytes is not None:
+        lines.append(f"compiled collectives are read in place up to {one_shot_bytes} bytes")
+    facts = {"path": str(path), "one_shot_bytes": one_shot_bytes, **asdict(machine)}
+    _print(args, facts, lambda: "\n".join(lines))
+    return FINE
+
+
+def _one_shot_bytes(ranks: int) -> int | None:
+    """What the compiler half measures for itself, where it is installed."""
+    measure = plugin("calibrate")
+    return None if measure is None else measure(ranks)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """Compare the collectives of two saved traces; exit code 1 if they differ."""
+    before, after = (programs.read_trace(path) for path in (args.before, args.after))
+    found = before.diff(after)
+    _print(args, {"same": found.same, "text": str(found)}, lambda: str(found))
+    return FINE if found.same else FOUND
+
+
+def _scale(args: argparse.Namespace) -> int:
+    """Step time, bytes and exposed share as one axis of the world grows."""
+    from fcoll.report import scaling
+    from fcoll.report.scale import scale, sizes_from
+
+    axis, _, text = args.axis.partition("=")
+    machine, sizes, build = Machine.of(args.machine), sizes_from(text), _build_of(args)
+    with _progress(f"tracing {len(sizes)} worlds", args) as tell, redirect_stdout(sys.stderr):
+        points = scale(
+            build,
+            axis,
+            sizes,
+            mesh=args.mesh,
+            machine=machine,
+            mode=args.mode,
+            waits=_waits(args),
+            progress=tell,
+        )
+    title = f"{_title(args)} on {Path(args.machine).stem}"
+    _write(args.svg, lambda: scaling.plot(points, axis, title))
+    found = [asdict(p) | {"exposed_share": p.exposed_share} for p in points]
+    _print(args, {"axis": axis, "points": found}, lambda: scaling.render(points, axis))
+    return FINE
+
+
+def _collectives(args: argparse.Namespace) -> int:
+    """List the table: every collective, its schema and what it sends."""
+    import sympy
+
+    n, b = sympy.symbols("n b", positive=True)
+    table = {
+        row.name: {
+            "schema": row.schema,
+            "sends": sympy.sstr(row.wire_bytes(n, b)),
+            "steps": str(row.steps(n)),
+            "targets": row.targets,
+        }
+        for row in COLLECTIVES.values()
+    }
+
+    def text() -> str:
+        lines = []
+        for name, row in table.items():
+            also = ", ".join(row["targets"])
+            cost = f"    sends {row['sends']} bytes in {row['steps']} steps"
+            lines += [f"{name}{row['schema']}", cost + (f"; also {also}" if also else "")]
+        return "\n".join(lines)
+
+    _print(args, table, text)
+    return FINE
+
+
+def _machines(args: argparse.Namespace) -> int:
+    """List the machines that --machine knows."""
+    found = {name: Machine.preset(name).note for name in presets()}
+    width = max(map(len, found))
+    _print(args, found, lambda: "\n".join(f"{k:{width}}  {v}" for k, v in found.items()))
+    return FINE
+
+
+def _build(args: argparse.Namespace) -> int:
+    """Compile the C++ part now, instead of at the first collective."""
+    from fcoll.transport.native import build
+
+    try:
+        path = str(build.build())
+    except build.BuildFailed as error:
+        print(f"fcoll: {error}", file=sys.stderr)
+        return FAILED
+    _print(args, {"path": path}, lambda: path)
+    return FINE
+
+
+# -- what they have in common ---
+
+
+def _build_of(args: argparse.Namespace) -> programs.Build:
+    with redirect_stdout(sys.stderr):  # what the program's file prints
+        return programs.demo(args.demo) if args.demo else programs.load(args.target)
+
+
+def _traced(args: argparse.Namespace) -> Any:
+    """The trace of the program that the arguments name."""
+    from fcoll.tracing.fake_world import fake_world
+    from fcoll.tracing.trace import trace
+
+    if args.target and args.target.endswith(".json"):
+        return programs.read_trace(args.target)
+    build, axes = _build_of(args), args.mesh or {"dp": 1}
+    world = fake_world(**axes, rank=args.rank)
+    with _progress("tracing", args), world as mesh, redirect_stdout(sys.stderr):
+        fn, inputs = build(mesh)
+        traced = trace(fn, *inputs, mode=args.mode)
+        traced.sizes |= args.sizes or {}
+        _ = traced.steps  # made here: they need the world's groups
+    return traced
+
+
+def _numbered(line: Timeline, traced: Any) -> Timeline:
+    """The same timeline; bytes that only a run knows are what it took them to be."""
+    known = [replace(c, bytes=int(number(c.bytes, traced.sizes))) for c in line.collectives]
+    return replace(line, collectives=tuple(known))
+
+
+def _notes(args: argparse.Namespace, traced: Any) -> list[str]:
+    """What is to be known of a report, said on stderr too."""
+    about = [f"{args.demo}: {demos.about(args.demo)}"] if args.demo else []
+    notes = [*about, *traced.notes]
+    for note in notes if not args.quiet else ():
+        print(f"fcoll: {note}", file=sys.stderr)
+    return notes
+
+
+def _waits(args: argparse.Namespace) -> str:
+    """Eager waits at the first use; a compiled graph where the compiler put the wait."""
+    default = "in place" if args.mode == "compiled" else "first use"
+    return args.waits.replace("-", " ") if args.waits else default
+
+
+def _title(args: argparse.Namespace) -> str:
+    no_ddp = " (not torch's DDP)" if (args.demo or "").endswith("-ddp") else ""
+    return f"{args.demo}{no_ddp}" if args.demo else args.target
+
+
+_FILES = ("html", "perfetto", "svg", "png", "save", "out")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Can the files be written that are asked for? Asked before the work."""
+    for path in filter(None, (getattr(args, name, None) for name in _FILES)):
+        folder = Path(path).parent
+        if Path(path).is_dir():
+            raise NotWritable(path=path, why="it is a folder")
+        if not folder.is_dir():
+            raise NotWritable(path=path, why=f"there is no folder {folder}")
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise NotWritable(path=path, why="it is write-protected")
+    if getattr(args, "png", None) and find_spec("matplotlib") is None:
+        raise NotWritable(path=args.png, why="a PNG needs matplotlib; --svg does not")
+
+
+def _write(path: str | None, render: Callable[[], str]) -> None:
+    if path:
+        Path(path).write_text(render())
+
+
+def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None:
+    print(json.dumps(data, default=str) if args.json else text())
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, set, frozenset, range)) else value
+
+
+@contextmanager
+def _progress(what: str, args: argparse.Namespace) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is going on, and how long it took."""
+    terminal, begin = sys.stderr.isatty(), time.perf_counter()
+
+    def tell(more: str) -> None:
+        if not args.quiet:
+            text = f"fcoll: {what}{': ' + more if more else ''} ..."
+            print(
+                f"\r\x1b[K{text}" if terminal else text,
+                end="" if terminal else "\n",
+                file=sys.stderr,
+            )
+            sys.stderr.flush()
+
+    tell("")
+    try:
+        yield tell
+    finally:
+        if not args.quiet and terminal:
+            print(f"\r\x1b[Kfcoll: {what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "report": _report,
+    "check": _check,
+    "scale": _scale,
+    "calibrate": _calibrate,
+    "diff": _diff,
+    "machines": _machines,
+    "collectives": _collectives,
+    "build": _build,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser(COMMANDS).parse_args(argv)
+    if not args.debug:  # torch logs the traceback of what is raised
+        logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
+    try:
+        _check_files(args)
+        return args.run(args)
+    except BrokenPipeError:  # `fcoll report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Exception, SystemExit) as error:
+        if args.debug:
+            traceback.print_exception(error)
+        print(f"fcoll: {_message(error)}", file=sys.stderr)
+    return FAILED
+
+
+def _message(error: BaseException) -> str:
+    """An error in a line; if it is not one of fcoll's, with the user's line that raised it."""
+    if isinstance(error, FcollError):
+        # the nearest line outside fcoll is that of the command itself, where no program runs
+        return re.sub(rf", at {re.escape(sys.argv[0])}:\d+", "", str(error))
+    told = error.args[0] if isinstance(error, KeyError) and error.args else error
+    text = str(getattr(error, "msg", None) or told).partition("\n")[0].rstrip(". ")
+    line = programs.line_of(error)
+    said = ": ".join(filter(None, [type(error).__name__, text]))
+    hint = " The axes are those of --mesh." if "mesh_dim_name" in text else ""
+    where = f"at {line}" if line else "in fcoll itself"
+    return f"{said}, {where}.{hint} --debug shows the traceback."

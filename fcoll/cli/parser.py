@@ -1,0 +1,205 @@
+"""The arguments of ``fcoll ...`` and the help that teaches them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fcoll
+
+Run = Callable[[argparse.Namespace], int]
+
+_TARGET = """
+what to run:
+  pkg.mod:build       a function of a module: build(mesh) returns (fn, args)
+  path/file.py:build  the same, of a file
+  trace.json          a trace that `fcoll report --save` wrote (report only)
+  --demo llama3-8b    a model that comes with fcoll; --demo list names them all
+
+    def build(mesh):                          # a DeviceMesh with the axes of --mesh, no processes
+        model = MyModel(tp=mesh["tp"])        # put it on the meta device: nothing is computed
+        def step(x): return model(x).sum()
+        return step, (torch.empty(8, 1024, device="meta"),)
+"""
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """
+    >>> _mesh("dp=4,tp=2")
+    {'dp': 4, 'tp': 2}
+    """
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        mesh = {axis.strip(): int(n) for axis, n in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like dp=4,tp=2") from None
+    if min(mesh.values()) < 1 or len(mesh) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: each axis once, each at least 1")
+    return mesh
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """
+    >>> _sizes("u0=64,u1=0")
+    {'u0': 64, 'u1': 0}
+    """
+    try:
+        return {name.strip(): int(n) for name, n in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like u0=64,u1=16") from None
+
+
+def _share(text: str) -> float:
+    """
+    >>> _share("30%"), _share("0.3")
+    (0.3, 0.3)
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 30% or 0.3") from None
+
+
+class _Demo(argparse.Action):
+    """--demo list prints the names and ends."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        if values == "list":
+            from fcoll.cli.demos import DEMOS, about
+
+            width = max(map(len, DEMOS))
+            print("\n".join(f"{name:{width}}  {about(name)}" for name in DEMOS))
+            parser.exit()
+        namespace.demo = values
+
+
+_EXAMPLES = {
+    "report": """
+examples:
+  fcoll report --demo llama3-8b --mesh dp=8,tp=8
+  fcoll report train.py:build --mesh dp=4,tp=2 --machine a100 --html report.html
+  fcoll report train.py:build --mesh dp=64 --perfetto out.json    # open in ui.perfetto.dev
+  fcoll report train.py:build --mesh dp=64 --fail-above 30%       # in CI: exit code 1 above it
+  fcoll report train.py:build --mesh dp=64 --before old.json --html compare.html
+""",
+    "check": """
+examples:
+  fcoll check --demo llama3-8b --mesh dp=128,tp=8
+  fcoll check train.py:build --mesh pp=4,dp=2         # exit code 1 and the two lines if not
+""",
+    "scale": """
+examples:
+  fcoll scale --demo tiny --axis dp=1..4096 --mesh tp=8
+  fcoll scale train.py:build --axis tp=1,2,4,8 --svg plot.svg
+""",
+    "calibrate": """
+example:
+  fcoll calibrate && fcoll report train.py:build --mesh dp=2 --machine local
+""",
+    "diff": """
+example:
+  fcoll report train.py:build --mesh dp=8 --save before.json    # change the model, save after.json
+  fcoll diff before.json after.json
+""",
+}
+
+
+_DEBUG = "show the traceback of an error"
+_CODES = """
+exit codes: 0 fine; 1 something was found; 2 it could not be told (an error, a program that raises)
+"""
+
+
+def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
+    """The parser of all commands; each leaves the function that runs it in ``run``."""
+    about = f"{fcoll.__doc__}\n\nSee every collective of a step before it runs: start with\n"
+    about += "  fcoll report --demo llama3-8b --mesh dp=8,tp=8\n"
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("fcoll", description=about, epilog=_CODES, formatter_class=raw)
+    made.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
+    made.add_argument("--debug", action="store_true", help=_DEBUG)
+    subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
+    for name, run in commands.items():
+        text = (run.__doc__ or "").strip()
+        more = (_TARGET if name in ("report", "check", "scale") else "") + _EXAMPLES.get(name, "")
+        command = subparsers.add_parser(
+            name, help=text, description=text, epilog=more, formatter_class=raw
+        )
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        # before or after the command: here without a default, which would undo the other
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG)
+        command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+        if name in _ARGUMENTS:
+            _ARGUMENTS[name](command)
+    return made
+
+
+def _program(command: argparse.ArgumentParser) -> None:
+    """The arguments of all commands that run a program."""
+    command.add_argument("target", nargs="?", help="pkg.mod:build or file.py:build")
+    command.add_argument("--demo", action=_Demo, metavar="NAME", help="a built-in model, or `list`")
+    command.add_argument(
+        "--mesh", type=_mesh, metavar="dp=4,tp=2", help="axes of the world and their sizes"
+    )
+
+
+def _timed(command: argparse.ArgumentParser) -> None:
+    """The arguments of those that say how long it takes."""
+    _program(command)
+    command.add_argument("--mode", default="joint", choices=("joint", "compiled", "forward"))
+    command.add_argument(
+        "--waits",
+        choices=("first-use", "in-place"),
+        help="where compute waits: first-use as eager does (default), or as in the graph",
+    )
+    command.add_argument(
+        "--machine", default="h100", help="h100, a100, b200, mi300x, local, or a .toml file"
+    )
+
+
+def _report(command: argparse.ArgumentParser) -> None:
+    _timed(command)
+    command.add_argument("--rank", type=int, default=0, help="the rank to trace (default 0)")
+    command.add_argument("--top", type=int, default=20, help="lines of the table (default 20)")
+    for option, what in {
+        "html": "a page: table, zoomable timeline, memory; needs no network",
+        "perfetto": "a trace for ui.perfetto.dev or chrome://tracing",
+        "svg": "a picture",
+        "png": "a picture; needs matplotlib",
+        "save": "the trace as JSON, for `fcoll diff` and `fcoll report FILE`",
+    }.items():
+        command.add_argument(f"--{option}", metavar="FILE", help=f"write {what}")
+    command.add_argument(
+        "--sizes", type=_sizes, metavar="u0=64", help="values of sizes that only a run knows"
+    )
+    command.add_argument("--before", metavar="FILE", help="a saved trace to compare with")
+    more = "exit code 1 if more of the step than this is exposed"
+    command.add_argument("--fail-above", type=_share, metavar="SHARE", help=more)
+
+
+def _scale(command: argparse.ArgumentParser) -> None:
+    _timed(command)
+    command.add_argument("--axis", required=True, metavar="dp=1..4096", help="the axis that grows")
+    command.add_argument("--svg", metavar="FILE", help="write a plot")
+
+
+def _calibrate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, default=2, help="local ranks (default 2)")
+    command.add_argument("--quick", action="store_true", help="few sizes, one pass: rough")
+    command.add_argument("--out", metavar="FILE", help="instead of ~/.config/fcoll/local.toml")
+
+
+def _diff(command: argparse.ArgumentParser) -> None:
+    command.add_argument("before")
+    command.add_argument("after")
+
+
+_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "report": _report,
+    "check": _program,
+    "scale": _scale,
+    "calibrate": _calibrate,
+    "diff": _diff,
+}

@@ -1,0 +1,104 @@
+"""What a command line names as a program: a function of a module or file, a demo, a saved trace."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import runpy
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+from fcoll.cli.demos import DEMOS
+from fcoll.errors import BadTarget, BadTraceFile
+from fcoll.source import is_library, show
+from fcoll.tracing.trace import Trace
+
+#: build(mesh) -> (fn, args)
+Build = Callable[[Any], Any]
+
+
+def demo(name: str) -> Build:
+    if name not in DEMOS:
+        raise BadTarget(target=f"--demo {name}", why=f"the demos are {', '.join(DEMOS)}")
+    return DEMOS[name]
+
+
+def load(target: str | None) -> Build:
+    """The function that "pkg.mod:build" or "path/file.py:build" names."""
+    if not target:
+        raise BadTarget(target="nothing", why="no program was named")
+    name, _, attribute = target.rpartition(":")
+    if not name or not attribute:
+        raise BadTarget(target=target, why="it has no :function")
+    found = _import(name, target).get(attribute)
+    if found is None:
+        raise BadTarget(target=target, why=f"{name} has no function {attribute!r}")
+    if not callable(found):
+        raise BadTarget(target=target, why="it is not a function")
+    return _checked(found, target)
+
+
+def _import(name: str, target: str) -> dict[str, Any]:
+    """The names of a module or file. Errors of its own code are the program's."""
+    try:
+        if name.endswith(".py"):
+            return runpy.run_path(name)
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        return vars(importlib.import_module(name))
+    except (ImportError, OSError) as error:
+        if line_of(error):
+            raise
+        raise BadTarget(target=target, why=f"{type(error).__name__}: {error}") from error
+
+
+def _checked(build: Build, target: str) -> Build:
+    """The same function; what it returns must be a program."""
+
+    @functools.wraps(build)
+    def checked(mesh: Any) -> Any:
+        made = build(mesh)
+        is_pair = isinstance(made, (tuple, list)) and len(made) == 2
+        if not (is_pair and callable(made[0]) and isinstance(made[1], (tuple, list))):
+            why = f"the function at {_defined_at(build)} returned {_shown(made)}, not (fn, args)"
+            raise BadTarget(target=target, why=why)
+        return made
+
+    return checked
+
+
+def _defined_at(fn: Any) -> str:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return show((code.co_filename, code.co_firstlineno)) if code else type(fn).__name__
+
+
+def _shown(made: Any) -> str:
+    if isinstance(made, (tuple, list)):
+        return f"({', '.join(type(x).__name__ for x in made)})"
+    return "None" if made is None else f"a {type(made).__name__}"
+
+
+def line_of(error: BaseException) -> str:
+    """The user's line that an error comes from, "train.py:31"; empty if there is none."""
+    if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
+        return show((error.filename, error.lineno or 1))
+    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    mine = [s for s in sites if not is_library(s[0]) and not s[0].startswith(_STDLIB)]
+    return show(mine[-1]) if mine else ""
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]  # and site-packages, which is in it
+
+
+def read_trace(path: str) -> Trace:
+    """A trace that `fcoll report --save` wrote."""
+    try:
+        return Trace.from_json(Path(path).read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadTraceFile(path=path, why=f"{type(error).__name__}: {error}") from error

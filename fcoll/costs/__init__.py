@@ -1,0 +1,1 @@
+"""Price: what collectives and compute cost on a machine."""

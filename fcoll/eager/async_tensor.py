@@ -1,0 +1,198 @@
+"""AsyncCollectiveTensor: the result of a collective in eager, waited for at its first real use."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import sys
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fcoll import _torch
+from fcoll.errors import from_native
+from fcoll.source import show, user_site
+
+
+@dataclass(eq=False)
+class Pending:
+    """One collective in flight: shared by its result and all views of it."""
+
+    op: str = "collective"
+    site: tuple[str, int] = ("?", 0)
+    done: bool = False
+    error: Exception | None = None  # what waiting for it ended with: there is no result to use
+    # held while waiting: torch gives the work to the first who waits, a second would find nothing
+    # to wait for and go on too early
+    lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
+
+
+# Collectives issued and not yet waited for. Held here, not by their tensors: one whose tensor was
+# dropped is just what the report at exit is about.
+_in_flight: set[Pending] = set()
+
+
+class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
+    """A tensor whose bytes may still be under way; any use but a view waits for them first.
+
+    It is an instance of torch's class of the same name, so DTensor, FSDP2 and torch.compile treat
+    it as theirs. Unlike torch's, views know when their base has been waited for, a completed one
+    never waits again, waiting keeps the autograd graph, and it can be copied and pickled.
+    """
+
+    elem: Tensor
+    _pending: Pending
+
+    @staticmethod
+    def __new__(cls, elem: Tensor, pending: Pending | None = None) -> AsyncCollectiveTensor:
+        if isinstance(elem, _torch.TorchAsyncCollectiveTensor):
+            raise TypeError("an AsyncCollectiveTensor does not hold another: pass its elem")
+        self = _torch.make_wrapper(cls, elem)
+        self.elem = elem
+        self._pending = pending or Pending()
+        return self
+
+    @property
+    def completed(self) -> bool:  # type: ignore[override]
+        return self._pending.done
+
+    @completed.setter
+    def completed(self, value: bool) -> None:
+        self._pending.done = value
+        if value:
+            _in_flight.discard(self._pending)
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def trigger_wait(self) -> Tensor:
+        """The plain tensor inside, complete; without the autograd graph around it."""
+        if not self.completed:
+            with self._pending.lock:
+                self._wait_unless_completed()
+        return self.elem
+
+    def _wait_unless_completed(self) -> None:
+        if self.completed:
+            return
+        if self._pending.error is not None:
+            raise self._pending.error.with_traceback(None)
+        if _torch.plain(self.elem):
+            try:
+                _torch.wait_plain(self.elem)
+            except Exception as error:
+                _in_flight.discard(self._pending)  # there is nothing left to wait for
+                self._pending.error = from_native(error)
+                raise self._pending.error from None
+        else:
+            # While tracing, the waited-for tensor is another node of the graph. It is torch's
+            # op, since ours does not become it below autograd, where modes may call this.
+            self.elem = torch.ops._c10d_functional.wait_tensor(self.elem)
+        self.completed = True
+
+    def wait(self) -> Tensor:
+        """The plain, complete tensor, in the same autograd graph."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return torch.ops.fcoll.wait_tensor(self)
+        return self.trigger_wait()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0].trigger_wait()
+        first = args[0] if args else None
+        if isinstance(first, cls) and first._can_stay_async(func):
+            pending = first._pending
+            out = func(first.elem, *args[1:], **kwargs)
+            return tree_map_only(Tensor, lambda view: cls(view, pending), out)
+        args, kwargs = tree_map_only(cls, cls.trigger_wait, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _can_stay_async(self, func: Any) -> bool:
+        # a view in a trace must come after the wait: nothing else there keeps the order
+        return not self.completed and _torch.is_view_op(func) and not _torch.tracing()
+
+    # -- what looks at the values outside the dispatcher ------------------------------------------
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AsyncCollectiveTensor({self.wait()})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return copy.deepcopy(self.trigger_wait(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.trigger_wait().__reduce_ex__(protocol)
+
+    # -- torch.compile ----------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["elem"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Tensor:
+        return AsyncCollectiveTensor(inner["elem"])
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
+    ) -> Tensor | None:
+        return self.trigger_wait() if expected_type in (Tensor, None) else None
+
+
+def _of_the_waited_for(name: str) -> Any:
+    def method(self: AsyncCollectiveTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.wait(), name)(*args, **kwargs)
+
+    return method
+
+
+# Methods that reach for the memory or for Python values without asking the dispatcher. The wrapper
+# has no memory: some of them would crash.
+for _name in ("tolist", "numpy", "data_ptr", "share_memory_", "__dlpack__", "__format__"):
+    setattr(AsyncCollectiveTensor, _name, _of_the_waited_for(_name))
+
+
+class _Wrap(torch.autograd.Function):
+    """plain -> async, an identity of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pending: Pending) -> Tensor:
+        return AsyncCollectiveTensor(x, pending)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def in_flight(x: Tensor, op: str) -> Tensor:
+    """What a user function returns for the op's result: async in eager, waited for in a trace."""
+    if _torch.tracing() or _torch.transforming(x):
+        return torch.ops.fcoll.wait_tensor(x)
+    if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
+        return x
+    pending = Pending(op, user_site() or Pending.site)
+    _in_flight.add(pending)
+    if x.requires_grad:
+        return _Wrap.apply(x, pending)
+    return AsyncCollectiveTensor(x, pending)
+
+
+@atexit.register
+def _report_unwaited() -> None:
+    if not _in_flight:
+        return
+    counts = Counter((p.op, show(p.site)) for p in _in_flight)
+    lines = [
+        f"  {op} at {line}" + (f" (x{k})" if k > 1 else "") for (op, line), k in counts.items()
+    ]
+    print(
+        f"fcoll: {len(_in_flight)} collectives were issued and never waited for "
+        "(use the result, or call fcoll.wait_tensor on it):",
+        *lines,
+        sep="\n",
+        file=sys.stderr,
+    )

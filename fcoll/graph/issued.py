@@ -1,0 +1,126 @@
+"""A graph -> the collectives that it issues, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_iter
+
+from fcoll.errors import MissingSize
+from fcoll.graph import _torch
+from fcoll.graph.nodes import arguments, collectives, waits_of
+from fcoll.graph.origin import Frames
+from fcoll.graph.sizes import Hints
+from fcoll.source import show
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
+
+
+@dataclass(frozen=True)
+class Issued:
+    """One collective that a step issues."""
+
+    id: int  # position in the order of issue
+    op: str  # the row's name
+    target: str  # the op as it was called, "_c10d_functional::all_reduce"
+    group: str  # the process group's name
+    axis: str | None  # the mesh axis that the group spans
+    ranks: tuple[int, ...]  # its global ranks
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that go in
+    dtypes: tuple[str, ...]
+    bytes: int  # the larger of what goes in and what comes out
+    args: dict[str, Any]  # the other arguments, by name
+    phase: str  # "fwd", "bwd" or "opt"
+    source: str  # the user's line, "model.py:31"
+    module: str  # "layers.0.attention.wo"
+    start: str  # names of nodes in the graph
+    wait: str | None
+    stack: tuple[str, ...] = field(default=(), repr=False)  # the user's lines, innermost last
+    instance: int = 0  # which of the groups with these ranks, in the order they were made
+
+    @property
+    def n(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def row(self) -> Collective:
+        return COLLECTIVES[self.op]
+
+    @property
+    def wire_bytes(self) -> Any:
+        """The bytes that each rank sends."""
+        return self.row.wire_bytes(self.n, self.bytes)
+
+
+def collectives_of(graph_module: fx.GraphModule, here: Frames = ()) -> tuple[Issued, ...]:
+    """The collectives of a recorded graph; ``here`` is where those without a line are from."""
+    line = cache(show)  # a step's collectives are from few lines, and paths take long to shorten
+    starts = enumerate(collectives(graph_module.graph))
+    return tuple(_issued(i, node, row, here, line) for i, (node, row) in starts)
+
+
+def _issued(
+    id: int, node: fx.Node, row: Collective, here: Frames, line: Callable[[Any], str]
+) -> Issued:
+    tensors: list[Tensor] = []
+    others: dict[str, Any] = {}
+    for name, value in arguments(node).items():
+        nodes = [x for x in tree_iter(value) if isinstance(x, fx.Node)]
+        if name != "out":
+            tensors.extend(x.meta["val"] for x in nodes)
+        if not nodes and name != "group_name":
+            others[name] = value
+    results = [x for x in tree_iter(node.meta.get("val")) if isinstance(x, Tensor)]
+    origin, (group, instance) = node.meta["origin"], node.meta["group"]
+    frames = origin.frames or here
+    waits = waits_of(node)
+    return Issued(
+        id=id,
+        op=row.name,
+        target=_torch.op_name(node.target),
+        group=group.name,
+        axis=group.axis,
+        ranks=group.ranks,
+        shapes=tuple(tuple(map(_torch.size_expr, x.shape)) for x in tensors),
+        dtypes=tuple(str(x.dtype).removeprefix("torch.") for x in tensors),
+        bytes=_larger(_bytes(tensors), _bytes(results)),
+        args=others,
+        phase=origin.phase,
+        source=line(frames[-1]) if frames else "",
+        module=origin.module,
+        start=node.name,
+        wait=waits[0].name if waits else None,
+        stack=tuple(map(line, frames)),
+        instance=instance,
+    )
+
+
+def describe(call: Issued) -> str:
+    """A call as errors name it: "all_reduce(sum) of float32 (8, 16) at model.py:31 in layers.0"."""
+    shown = [str(v) for k, v in call.args.items() if k in _SHOWN and v is not None]
+    parts = [f"{d} {s}" for d, s in zip(call.dtypes, call.shapes, strict=True)]
+    of = f" of {', '.join(parts)}" if parts else ""
+    where = f" at {call.source}" + (f" in {call.module}" if call.module else "")
+    return f"{call.op}({', '.join(shown)}){of}{where}"
+
+
+#: The arguments of an exchange that say how many rows go to whom, and come from whom.
+SPLITS = ("input_split_sizes", "output_split_sizes")
+_SHOWN = ("reduce_op", "src", "dst", "sizes", "op_list", "peer_list", "tag", "tag_list", *SPLITS)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """By the values or bounds of symbolic sizes; the first if they have none."""
+    hint = Hints()
+    try:
+        return _torch.size_expr(b if hint(b) > hint(a) else a)
+    except MissingSize:
+        return _torch.size_expr(a)
+
+
+def _bytes(tensors: list[Tensor]) -> Any:
+    return sum(x.numel() * x.element_size() for x in tensors)

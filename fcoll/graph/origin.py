@@ -1,0 +1,24 @@
+"""Who asked for a node of a recorded graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fcoll.source import Site, show
+
+PHASES = ("fwd", "bwd", "opt")
+Frames = tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The user's frames (innermost last), the module and the phase that an op belongs to."""
+
+    frames: Frames
+    module: str
+    phase: str
+
+    @property
+    def source(self) -> str:
+        """The user's line, "model.py:31"."""
+        return show(self.frames[-1]) if self.frames else ""

@@ -1,0 +1,1 @@
+"""What a real run's collectives took, and what this machine can do."""

@@ -1,0 +1,417 @@
+"""Timers around every collective that this process issues, while somebody listens.
+
+The program runs as it does without them: the timers stand around the calls of the extension
+module (eager's fast path, and compiled graphs), around fcoll's own kernels, and around the ops of
+the dispatcher, which C++ calls pass as well. Of calls within calls only the outermost is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll import _torch as fcoll_torch
+from fcoll.eager import direct, door
+from fcoll.eager.async_tensor import AsyncCollectiveTensor
+from fcoll.graph._torch import call_arguments
+from fcoll.groups import Group, by_name, group_name
+from fcoll.profiling import _torch
+from fcoll.source import is_library, is_own_or_torchs, show
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
+from fcoll.tracing import _torch as tracing_torch
+from fcoll.tracing import c10d
+from fcoll.transport.native import build
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective that was issued. Times are of this rank's thread, in microseconds."""
+
+    op: str
+    group: Group
+    bytes: int  # the larger of what goes in and what comes out
+    dtype: str
+    phase: str  # "fwd" or "bwd"
+    way: str  # "fast", "op", "c10d" or "compiled"
+    source: str
+    start_us: float
+    wait_us: float = 0.0
+    waits: int = 0
+
+    @property
+    def total_us(self) -> float:
+        """What the thread spent in the calls; not what lay between start and wait."""
+        return self.start_us + self.wait_us
+
+
+class _Thread(threading.local):
+    inside = False  # a timed call
+
+
+# What compiled graphs call: (own, collective, reduce op, group, dim); collect has announce's token.
+COMPILED = ("meet", "announce", "meet_and_reduce")
+
+Describe = Callable[[Any, Any, Any], tuple[str, str, int, str]]  # -> op, group, bytes, dtype
+
+
+class Timers:
+    """Installed while there are listeners; each is a list that calls are appended to."""
+
+    def __init__(self) -> None:
+        self.listeners: list[list[Call]] = []
+        self._lock = threading.RLock()
+        self._installed = ExitStack()
+        self._thread = _Thread()
+        self._pending: dict[int, Call] = {}  # by the storage that is waited for
+        self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
+        self._forward: dict[int, str] = {}  # number of an autograd node -> the line that made it
+        self._lines = _Lines()
+
+    def listen(self, calls: list[Call]) -> None:
+        with self._lock:
+            if not self.listeners:
+                self._install()
+            self.listeners.append(calls)
+
+    def leave(self, calls: list[Call]) -> None:
+        with self._lock:
+            self.listeners = [x for x in self.listeners if x is not calls]
+            if not self.listeners:
+                self._installed.close()
+                for state in (self._pending, self._works, self._forward):
+                    state.clear()
+
+    # -- where the timers are ---
+
+    def _install(self) -> None:
+        with ExitStack() as stack:
+            self._ops(stack)
+            self._patch(stack, door, "start_eager", self._of_start)
+            self._patch(stack, direct, "run", self._of_run)
+            self._patch(stack, dist.Work, "wait", self._work_waits)
+            if build.loaded():
+                self._native(stack)
+            else:
+                self._patch(stack, build, "load", lambda load: lambda: self._load(load))
+            self._installed = stack.pop_all()
+
+    def _load(self, load: Callable[[], str]) -> str:
+        """Load the library; what came with it is timed from now on."""
+        before, why_not = build.loaded(), load()
+        if build.loaded() and not before:
+            self._native(self._installed)
+        return why_not
+
+    def _native(self, stack: ExitStack) -> None:
+        if build.has_fast_path():
+            for row in COLLECTIVES.values():
+                if row.native.fast is not None:
+                    self._patch(stack, build.fast, row.name, self._of_fast(row))
+            for name in COMPILED:
+                self._patch(stack, build.fast, name, self._of_graph)
+            for name in ("wait_tensor", "collect"):
+                self._patch(stack, build.fast, name, self._of_wait)
+        for name in COMPILED:  # as graphs with a C++ wrapper call them
+            op = _torch.find_op(f"fcoll_native::{name}")
+            stack.enter_context(_torch.around_op(op, self._hook(_compiled, "compiled")))
+        collect = _torch.find_op("fcoll_native::collect")
+        stack.enter_context(_torch.around_op(collect, self._wait))
+
+    def _ops(self, stack: ExitStack) -> None:
+        for row in COLLECTIVES.values():
+            for target in (f"fcoll::{row.name}", *row.targets):
+                op = _torch.find_op(target)
+                if op is None:
+                    continue
+                hook = self._wait if row.is_wait else self._hook(_of_op(op, row.name), "op")
+                stack.enter_context(_torch.around_op(op, hook))
+        for name, row_name in c10d.ROWS.items():
+            op = _torch.find_op(f"c10d::{name}")
+            hook = self._hook(_of_c10d(op, row_name), "c10d")
+            stack.enter_context(_torch.around_op(op, hook))
+
+    @staticmethod
+    def _patch(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        setattr(owner, name, make(original))
+        stack.callback(setattr, owner, name, original)
+
+    # -- the timers ---
+
+    def _hook(self, describe: Describe, way: str) -> Callable[[Any, Any, Any], Any]:
+        def hook(run: Any, args: Any, kwargs: Any) -> Any:
+            return self._time(run, args, kwargs, describe, way)
+
+        return hook
+
+    def _of_fast(self, row: Collective) -> Callable[[Any], Any]:
+        at = (row.native.fast or ()).index("group")
+
+        def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+            return row.name, group_name(args[at]), *_size(args, out)
+
+        return lambda run: lambda *args: self._time(run, args, {}, describe, "fast")
+
+    def _of_graph(self, run: Any) -> Any:
+        return lambda *args: self._time(run, args, {}, _compiled, "compiled")
+
+    def _of_wait(self, run: Any) -> Any:
+        return lambda *args: self._wait(run, args, {})
+
+    def _of_start(self, run: Any) -> Any:
+        """Around start_eager(name of the row, *its arguments)."""
+
+        def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+            return _of_row(COLLECTIVES[args[0]], args[1:], out)
+
+        return lambda *args: self._time(run, args, {}, describe, "op")
+
+    def _of_run(self, run: Any) -> Any:
+        """Around run(row, its arguments), by which gradients make their calls."""
+
+        def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+            return _of_row(*args, out)
+
+        return lambda *args: self._time(run, args, {}, describe, "op")
+
+    def _time(self, run: Any, args: Any, kwargs: Any, describe: Describe, way: str) -> Any:
+        thread = self._thread
+        if thread.inside:
+            return run(*args, **kwargs)
+        thread.inside = True
+        node = tracing_torch.sequence_nr()
+        try:
+            begin = perf_counter_ns()
+            out = run(*args, **kwargs)
+            end = perf_counter_ns()
+            if out is not NotImplemented:
+                self._note(describe(args, kwargs, out), way, (end - begin) / 1e3, out, args, node)
+        finally:
+            thread.inside = False
+        return out
+
+    def _wait(self, run: Any, args: Any, kwargs: Any) -> Any:
+        thread = self._thread
+        if thread.inside:
+            return run(*args, **kwargs)
+        call = self._pending.pop(_storage(args[0]), None)
+        left = fcoll_torch.work_registry_size()
+        thread.inside = True
+        try:
+            begin = perf_counter_ns()
+            out = run(*args, **kwargs)
+            end = perf_counter_ns()
+            if out is NotImplemented and call is not None:  # it is waited for in another way
+                self._pending[_storage(args[0])] = call
+            elif call is not None:
+                _waited(call, begin, end)
+            elif fcoll_torch.work_registry_size() < left:
+                self._wait_of_another(args[0], begin, end)
+        finally:
+            thread.inside = False
+        return out
+
+    def _wait_of_another(self, x: Tensor, begin: int, end: int) -> None:
+        """A wait for what was issued before anyone listened."""
+        source, phase = self._lines.here({})
+        group = Group("", (0,), 0, None, "?", ())
+        call = Call("wait_tensor", group, x.nbytes, _dtype(x), phase, "op", source, 0.0)
+        _waited(call, begin, end)
+        self._tell(call)
+
+    def _work_waits(self, wait: Any) -> Any:
+        def timed(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            _, call = self._works.pop(id(work), (None, None))
+            if call is None or self._thread.inside:
+                return wait(work, *args, **kwargs)
+            self._thread.inside = True
+            try:
+                begin = perf_counter_ns()
+                done = wait(work, *args, **kwargs)
+                _waited(call, begin, perf_counter_ns())
+            finally:
+                self._thread.inside = False
+            return done
+
+        return timed
+
+    # -- what they write down ---
+
+    def _note(
+        self, what: tuple[str, str, int, str], way: str, us: float, out: Any, args: Any, node: int
+    ) -> None:
+        op, name, nbytes, dtype = what
+        source, phase = self._lines.here(self._forward)
+        call = Call(op, by_name(name), nbytes, dtype, phase, way, source, us)
+        self._tell(call)
+        if phase == "fwd" and any(x.requires_grad for x in _tensors(args)):
+            # above autograd the call makes the next node, below it the last one is the call's
+            self._forward[node] = self._forward[node + 1] = source
+        if way == "c10d":
+            work = tracing_torch.work_of(out)
+            if work is not None:
+                self._hold(work, call)
+        elif way == "compiled" or fcoll_torch.work_registry_size():
+            self._pending.update((_storage(x), call) for x in _tensors(out))
+
+    def _hold(self, work: dist.Work, call: Call) -> None:
+        if len(self._works) > 100:  # of those that C++ waits for, which nobody here sees
+            done = [key for key, (other, _) in self._works.items() if other.is_completed()]
+            for key in done:
+                del self._works[key]
+        self._works[id(work)] = work, call
+
+    def _tell(self, call: Call) -> None:
+        for calls in self.listeners:
+            calls.append(call)
+
+
+def _waited(call: Call, begin: int, end: int) -> None:
+    call.wait_us += (end - begin) / 1e3
+    call.waits += 1
+
+
+# -- what a call is ---
+
+
+def _of_op(op: Any, row: str) -> Describe:
+    """Of an op of the table, by its schema."""
+
+    def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+        group = call_arguments(op, args, kwargs)["group_name"]
+        name = group if isinstance(group, str) else tracing_torch.boxed_group(group)[0]
+        return row, name, *_size((*args, *kwargs.values()), out)
+
+    return describe
+
+
+def _of_row(row: Collective, args: Sequence[Any], out: Any) -> tuple[str, str, int, str]:
+    return row.name, args[row.position["group_name"]], *_size(args, out)
+
+
+def _of_c10d(op: Any, row: str) -> Describe:
+    def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+        group = call_arguments(op, args, kwargs)["process_group"]
+        nbytes = _size((*args, *kwargs.values()), None) if row != "barrier" else (0, "")
+        return row, tracing_torch.boxed_group(group)[0], *nbytes
+
+    return describe
+
+
+def _compiled(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+    """Of a collective that is read in place: its result is not there, its row knows the shape."""
+    own, row, reduce_op, name, _ = args
+    known = {"reduce_op": reduce_op, "group_size": by_name(name).n, "group_name": name}
+    schema = getattr(torch.ops.fcoll, row).default._schema
+    needed = [a.name for a in schema.arguments[1:] if not a.has_default_value()]
+    shape = COLLECTIVES[row].shape(own, *(known[key] for key in needed))
+    elements = torch.Size(shape).numel()
+    return row, name, max(own.nbytes, elements * own.itemsize), _dtype(own)
+
+
+def _size(args: Sequence[Any], out: Any) -> tuple[int, str]:
+    """The bytes of the largest of the arguments and the result, each of which may be a list."""
+    nbytes, dtypes = 0, ""
+    for value in (*args, out):
+        tensors = _tensors(value)
+        nbytes = max(nbytes, sum([x.nbytes for x in tensors]))
+        dtypes = dtypes or ", ".join(dict.fromkeys(map(_dtype, tensors)))
+    return nbytes, dtypes if nbytes else ""  # a barrier's token has none
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensor, or those of a list of tensors or of lists. tree_iter takes 5 us for that."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in _tensors(part)]
+    return []
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(x: Tensor) -> str:
+    return _name(x.dtype)
+
+
+def _storage(x: Tensor) -> int:
+    """Where its memory begins; by the pointer, for which no storage object is made."""
+    x = x.elem if isinstance(x, AsyncCollectiveTensor) else x
+    begin = x.data_ptr() - x.storage_offset() * x.itemsize
+    return begin if begin > 0 else tracing_torch.storage_id(x)  # an empty one, as a send gives
+
+
+Marks = list[tuple[int, str]]  # (line of a generated file, the user's line)
+
+
+class _Lines:
+    """The user's line that a call is from; files are looked at once."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, Marks | None] = {}  # of files that are not the user's
+        self._shown: dict[tuple[str, int], str] = {}
+
+    def here(self, forward: dict[int, str]) -> tuple[str, str]:
+        """(line, phase). In the backward pass the line is that of the collective whose gradient it
+        is, or of backward() if it is none's."""
+        running = tracing_torch.running_node()
+        source, in_engine = self._walk(sys._getframe(3))
+        if running is not None and in_engine:
+            source = forward.get(tracing_torch.node_number(running), source)
+        return source, "bwd" if in_engine or running is not None else "fwd"
+
+    def _walk(self, frame: FrameType | None) -> tuple[str, bool]:
+        """The nearest line of the user's; and did the autograd engine come before it?"""
+        in_engine = False
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in self._files:
+                self._files[name] = _marks(name) if is_library(name) else None
+            marks, line = self._files[name], frame.f_lineno
+            if marks is None:
+                return self._show((name, line)), in_engine
+            if above := [source for at, source in marks if at <= line]:
+                return above[-1], False
+            in_engine = in_engine or frame.f_code is tracing_torch.ENGINE_CODE
+            frame = frame.f_back
+        return "", in_engine
+
+    def _show(self, site: tuple[str, int]) -> str:
+        if site not in self._shown:
+            self._shown[site] = show(site)
+        return self._shown[site]
+
+
+def _marks(filename: str) -> Marks:
+    """Those of the collectives in a file that the fcoll backend generated; none in another."""
+    if is_own_or_torchs(filename) or filename.startswith("<"):
+        return []
+    found = []
+    try:
+        with open(filename) as file:
+            for number, text in enumerate(file, 1):
+                head, mark, facts = text.partition("# fcoll: ")
+                if mark and not head.strip():
+                    found.append((number, json.loads(facts)["source"]))
+    except (OSError, ValueError, KeyError):
+        return []
+    return found
+
+
+timers = Timers()

@@ -1,1 +1,0 @@
-"""Steps in an order -> when each runs, what is exposed, how much memory it takes."""

@@ -1,0 +1,1 @@
+"""Schedule: an order of steps and their costs -> a timeline."""

@@ -1,0 +1,79 @@
+"""The line of the user's program that is being run or traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import typing_extensions  # torch depends on it
+
+Site = tuple[str, int]  # file name, line
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_COMPILER = os.path.join(os.path.dirname(_HERE), "inductor_ext")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_DEMOS = os.path.join(_HERE, "cli", "demos.py")  # written as a user's program
+# what torch's functions are wrapped by stands between them and the user's line
+_WRAPPERS = (contextlib.__file__, functools.__file__, typing_extensions.__file__)
+_LIBRARIES = (
+    *(folder + os.sep for folder in (_HERE, _COMPILER, _TORCH)),
+    "<frozen ",
+    "<eval_with_key>",
+    *map(os.path.abspath, _WRAPPERS),
+)
+
+# Inductor's cache: a hash for a name, in a folder of its first letters
+_GENERATED = re.compile(r"/[a-z0-9]{2}/c[a-z0-9]{50,}\.py$")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+
+
+def is_library(filename: str) -> bool:
+    """Is this a file of torch's or fcoll's, or generated, rather than the user's?"""
+    if filename.startswith(_LIBRARIES):
+        return filename != _DEMOS
+    return len(filename) > 55 and _GENERATED.search(filename) is not None
+
+
+def is_own_or_torchs(filename: str) -> bool:
+    """Is this a file of fcoll's packages or of torch's own, so not a generated one?"""
+    return filename.startswith(_LIBRARIES)
+
+
+def user_site() -> Site | None:
+    """The nearest frame outside torch and fcoll."""
+    frame = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_line(traced: Iterable[Any] = ()) -> str | None:
+    """The user's line as "model.py:31"; of the frames that a compiler is tracing, if there are."""
+    for frame in reversed(list(traced)):
+        if not is_library(frame.filename):
+            return show((frame.filename, frame.lineno or 0))
+    site = user_site()
+    return show(site) if site else None
+
+
+def user_frames(stack_trace: str | None) -> tuple[Site, ...]:
+    """The user's frames in a stack trace as graphs keep it, innermost last."""
+    found = ((name, int(line)) for name, line in _FRAME.findall(stack_trace or ""))
+    return tuple(site for site in found if not is_library(site[0]))
+
+
+def show(site: Site) -> str:
+    """A site as people read it: relative to the working directory where it is below it.
+
+    >>> show((os.path.join(os.getcwd(), "model.py"), 31))
+    'model.py:31'
+    """
+    filename, line = site
+    below = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return f"{filename if below.startswith('..') else below}:{line}"

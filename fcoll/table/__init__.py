@@ -1,0 +1,1 @@
+"""The table: a family file holds a collective whole; ``collectives.py`` assembles the rows."""

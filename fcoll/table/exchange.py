@@ -1,0 +1,212 @@
+"""Collectives in which each pair of ranks has a message of its own: all_to_all_single,
+shard_dim_alltoall and permute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcoll._torch import guard_or_false
+from fcoll.errors import BadPermutation, BadSplits, fail
+from fcoll.groups import by_name, check_device, group_rank, group_size
+from fcoll.table import wire
+from fcoll.table.checks import check_dim, check_divisible, complaint, listed, shown
+from fcoll.table.layout import chunks, concat, copied, flat
+from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
+from fcoll.table.shapes import same
+from fcoll.transport.carriers import carrier_of
+from fcoll.transport.protocol import issued
+
+# -- all_to_all_single ---
+
+
+def _check_all_to_all(
+    input: Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group_name: str,
+) -> None:
+    op = "all_to_all_single"
+    check_device(op, input.device.type, group_name)
+    check_dim(op, input, 0)
+    n = group_size(group_name)
+    for arg, splits, total in (
+        ("input_splits", input_split_sizes, input.shape[0]),
+        ("output_splits", output_split_sizes, None),
+    ):
+        why = complaint(splits, n, total)
+        if why:
+            fail(BadSplits, op=op, arg=arg, splits=listed(splits), why=why, n=n)
+    r = group_rank(group_name)
+    sent, kept = input_split_sizes[r], output_split_sizes[r]
+    if guard_or_false(sent != kept):
+        why = f"rank {r} sends itself {shown(sent)} rows and expects {shown(kept)}"
+        shown_splits = listed(output_split_sizes)
+        fail(BadSplits, op=op, arg="output_splits", splits=shown_splits, why=why, n=n)
+
+
+def check_even_splits(
+    x: Tensor, output_splits: Sizes, input_splits: Sizes, group_name: str
+) -> None:
+    """Without splits, dim 0 must divide; one of the two alone is a mistake."""
+    op = "all_to_all_single"
+    n = group_size(group_name)
+    for given, missing in (("input_splits", output_splits), ("output_splits", input_splits)):
+        other = input_splits if given == "input_splits" else output_splits
+        if missing is None and other is not None:
+            why = "the other one is missing"
+            fail(BadSplits, op=op, arg=given, splits=listed(other), why=why, n=n)
+    check_dim(op, x, 0)
+    check_divisible(op, x, 0, group_name, "output_splits= and input_splits=")
+
+
+def _all_to_all_shape(
+    input: Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group_name: str,
+) -> Shape:
+    return [sum(output_split_sizes), *input.shape[1:]]
+
+
+def _run_all_to_all(
+    input: Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group_name: str,
+) -> Tensor:
+    g = by_name(group_name)
+    out = input.new_empty((sum(output_split_sizes), *input.shape[1:]))
+    if g.n == 1:
+        out.copy_(input)
+        return out
+    if math.prod(input.shape[1:]) == 0:
+        return out
+    x, splits = input.contiguous(), (output_split_sizes, input_split_sizes)
+    return issued(out, carrier_of(g, x.device).exchange(out, x, g, *splits))
+
+
+def _all_to_all_adjoint(grad: Tensor, a: Call) -> Tensor:
+    splits = a.input_split_sizes, a.output_split_sizes  # swapped: the rows go back
+    return a.call("all_to_all_single", grad, *splits, a.group_name)
+
+
+ALL_TO_ALL_SINGLE = Collective(
+    "all_to_all_single",
+    "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name)"
+    " -> Tensor",
+    check=_check_all_to_all,
+    shape=_all_to_all_shape,
+    run=_run_all_to_all,
+    adjoint=_all_to_all_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    personal=True,
+    own_args=("output_split_sizes", "input_split_sizes"),
+    own_dim=lambda args: 0,
+    targets=torch_ops("all_to_all_single", "_c10d_functional_autograd"),
+    contiguous=True,
+    native=Native(kernel=True, fast=("x", "group", "output_splits", "input_splits")),
+)
+
+
+# -- shard_dim_alltoall ---
+
+
+def _check_shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> None:
+    op = "shard_dim_alltoall"
+    check_device(op, input.device.type, group_name)
+    check_dim(op, input, gather_dim)
+    check_dim(op, input, shard_dim)
+    check_divisible(op, input, shard_dim, group_name, "a dim that divides")
+
+
+def _shard_dim_shape(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> Shape:
+    n = group_size(group_name)
+    shape = list(input.shape)
+    shape[shard_dim] = shape[shard_dim] // n
+    shape[gather_dim] = shape[gather_dim] * n
+    return shape
+
+
+def _run_shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> Tensor:
+    g = by_name(group_name)
+    if g.n == 1 or gather_dim == shard_dim:  # it is sharded so already
+        return copied(input)
+    sent = chunks(input, shard_dim, g.n, None)
+    shape = list(sent.shape[1:])
+    shape[gather_dim] *= g.n
+    out = input.new_empty(shape)
+    parts = torch.empty_like(sent)
+    work = carrier_of(g, sent.device).exchange(parts, sent, g)
+    sizes = [parts.shape[1 + gather_dim]] * g.n
+    return issued(out, work, lambda: concat(out, parts, gather_dim, sizes))
+
+
+def _shard_dim_adjoint(grad: Tensor, a: Call) -> Tensor:
+    return a.call("shard_dim_alltoall", grad, a.shard_dim, a.gather_dim, a.group_name)
+
+
+SHARD_DIM_ALLTOALL = Collective(
+    "shard_dim_alltoall",
+    "(Tensor input, int gather_dim, int shard_dim, str group_name) -> Tensor",
+    check=_check_shard_dim,
+    shape=_shard_dim_shape,
+    run=_run_shard_dim,
+    adjoint=_shard_dim_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    personal=True,
+    targets=("_dtensor::shard_dim_alltoall",),
+)
+
+
+# -- permute ---
+
+
+def _check_permute(input: Tensor, dst: Sequence[int], group_name: str) -> None:
+    check_device("permute", input.device.type, group_name)
+    n = group_size(group_name)
+    targets = [d for d in dst if d != -1]
+    in_range = all([0 <= d < n for d in targets])
+    if len(dst) != n or not in_range or len(set(targets)) != len(targets):
+        fail(BadPermutation, op="permute", dst=listed(dst), n=n)
+
+
+def _run_permute(input: Tensor, dst: Sequence[int], group_name: str) -> Tensor:
+    g = by_name(group_name)
+    receives = g.rank in dst
+    out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    if not receives:
+        out.zero_()
+    if g.n == 1:
+        return out.copy_(input) if receives else out
+    size, sends, x = input.numel(), dst[g.rank] >= 0, flat(input)
+    send = [size if r == dst[g.rank] else 0 for r in range(g.n)]
+    receive = [size if dst[r] == g.rank else 0 for r in range(g.n)]
+    into = out.view(-1) if receives else x[:0]
+    carrier = carrier_of(g, x.device)
+    return issued(out, carrier.exchange(into, x if sends else x[:0], g, receive, send))
+
+
+def _permute_adjoint(grad: Tensor, a: Call) -> Tensor:
+    source = [a.dst.index(r) if r in a.dst else -1 for r in range(len(a.dst))]
+    return a.call("permute", grad, source, a.group_name)
+
+
+PERMUTE = Collective(
+    "permute",
+    "(Tensor input, int[] dst, str group_name) -> Tensor",
+    check=_check_permute,
+    shape=same,
+    run=_run_permute,
+    adjoint=_permute_adjoint,
+    wire_bytes=wire.everything,
+    steps=wire.one,
+    personal=True,
+)
+
+ROWS = (ALL_TO_ALL_SINGLE, SHARD_DIM_ALLTOALL, PERMUTE)

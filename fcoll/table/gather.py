@@ -1,0 +1,314 @@
+"""Collectives that copy parts between ranks unchanged: all_gather_into_tensor (also on lists),
+gather, scatter and broadcast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.groups import Group, by_name, check_device
+from fcoll.table import wire
+from fcoll.table.checks import check_gathers, check_list, check_rank, check_scatters
+from fcoll.table.layout import (
+    by_dtype,
+    concat,
+    contiguous_parts,
+    copied,
+    flat,
+    issue_list,
+    padded,
+    resized,
+)
+from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
+from fcoll.table.shapes import each, gathered, same, scattered
+from fcoll.transport.carriers import carrier_of
+from fcoll.transport.protocol import issued
+
+
+def _own_dim(args: Mapping[str, Any]) -> int | None:
+    """With ``sizes`` the ranks' parts differ along dim."""
+    return args["dim"] if args.get("sizes") is not None else None
+
+
+# -- all_gather_into_tensor ---
+
+
+def check_all_gather(
+    input: Tensor,
+    group_size: int,
+    group_name: str,
+    dim: int = 0,
+    sizes: Sizes = None,
+    op: str = "all_gather_into_tensor",
+) -> None:
+    check_gathers(op, input, group_size, group_name, dim, sizes)
+
+
+def _all_gather_shape(
+    input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Shape:
+    return gathered(input, group_size, dim, sizes)
+
+
+def _run_all_gather(
+    input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Tensor:
+    out = input.new_empty(gathered(input, group_size, dim, sizes))
+    return all_gather_into(out, input, by_name(group_name), dim, sizes)
+
+
+def all_gather_into(
+    out: Tensor, input: Tensor, g: Group, dim: int = 0, sizes: Sizes = None
+) -> Tensor:
+    x = input.reshape(1) if input.dim() == 0 else input
+    if g.n == 1:
+        out.copy_(x)
+        return out
+    carrier = carrier_of(g, x.device)
+    if sizes is None and contiguous_parts(x.shape, dim):
+        return issued(out, carrier.all_gather(out, x.contiguous(), g))
+    lengths = sizes or [x.shape[dim]] * g.n
+    x = padded(x, dim, max(lengths))  # carriers gather equal parts only
+    parts = x.new_empty((g.n, *x.shape))
+    work = carrier.all_gather(parts, x, g)
+    return issued(out, work, lambda: concat(out, parts, dim, lengths))
+
+
+def _all_gather_adjoint(grad: Tensor, a: Call) -> Tensor:
+    scatter = ("reduce_scatter_tensor", grad, "sum", a.group_size, a.group_name, a.dim, a.sizes)
+    return a.call(*scatter).reshape(a.input_shape)
+
+
+ALL_GATHER_INTO_TENSOR = Collective(
+    "all_gather_into_tensor",
+    "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
+    check=check_all_gather,
+    shape=_all_gather_shape,
+    run=_run_all_gather,
+    adjoint=_all_gather_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    replicates=True,
+    own_dim=_own_dim,
+    targets=torch_ops("all_gather_into_tensor", "_c10d_functional_autograd"),
+    contiguous=True,
+    native=Native(kernel=True, fast=("x", "group", "dim"), arena="whole"),
+)
+
+
+# -- gather: to one rank ---
+
+
+def _check_gather(
+    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> None:
+    check_rank("gather", "dst", dst, group_name)
+    check_gathers("gather", input, group_size, group_name, dim, sizes)
+
+
+def _gather_shape(
+    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Shape:
+    return gathered(input, group_size, dim, sizes)
+
+
+def _run_gather(
+    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Tensor:
+    g = by_name(group_name)
+    x = input.reshape(1) if input.dim() == 0 else input
+    out = input.new_zeros(gathered(input, group_size, dim, sizes))
+    if g.n == 1:
+        out.copy_(x)
+        return out
+    lengths = sizes or [x.shape[dim]] * g.n
+    shapes = [resized(x.shape, dim, s) for s in lengths]
+    receive = [math.prod(s) if g.rank == dst else 0 for s in shapes]
+    send = [x.numel() if r == dst else 0 for r in range(g.n)]
+    received = x.new_empty(sum(receive))
+    work = carrier_of(g, x.device).exchange(received, flat(x), g, receive, send)
+    if g.rank != dst:
+        return issued(out, work)
+    parts = [p.view(s) for p, s in zip(received.split(receive), shapes, strict=True)]
+    return issued(out, work, lambda: concat(out, parts, dim, lengths))
+
+
+def _gather_adjoint(grad: Tensor, a: Call) -> Tensor:
+    back = a.call("scatter", grad, a.dst, a.group_size, a.group_name, a.dim, a.sizes)
+    return back.reshape(a.input_shape)
+
+
+GATHER = Collective(
+    "gather",
+    "(Tensor input, int dst, int group_size, str group_name, int dim=0,"
+    " SymInt[]? sizes=None) -> Tensor",
+    check=_check_gather,
+    shape=_gather_shape,
+    run=_run_gather,
+    adjoint=_gather_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    own_dim=_own_dim,
+)
+
+
+# -- scatter: from one rank ---
+
+
+def _check_scatter(
+    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> None:
+    check_rank("scatter", "src", src, group_name)
+    check_scatters("scatter", input, group_size, group_name, dim, sizes)
+
+
+def _scatter_shape(
+    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Shape:
+    return scattered(input, group_size, group_name, dim, sizes)
+
+
+def _run_scatter(
+    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Tensor:
+    g = by_name(group_name)
+    out = input.new_empty(scattered(input, group_size, group_name, dim, sizes))
+    if g.n == 1:
+        out.copy_(input)
+        return out
+    parts = input.split(list(sizes), dim) if sizes else input.chunk(g.n, dim)
+    send = [p.numel() if g.rank == src else 0 for p in parts]
+    sent = torch.cat([p.reshape(-1) for p in parts]) if g.rank == src else input.new_empty(0)
+    receive = [out.numel() if r == src else 0 for r in range(g.n)]
+    return issued(out, carrier_of(g, out.device).exchange(out.view(-1), sent, g, receive, send))
+
+
+def _scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
+    return a.call("gather", grad, a.src, a.group_size, a.group_name, a.dim, a.sizes)
+
+
+SCATTER = Collective(
+    "scatter",
+    "(Tensor input, int src, int group_size, str group_name, int dim=0,"
+    " SymInt[]? sizes=None) -> Tensor",
+    check=_check_scatter,
+    shape=_scatter_shape,
+    run=_run_scatter,
+    adjoint=_scatter_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+)
+
+
+# -- broadcast ---
+
+
+def check_broadcast(input: Tensor, src: int, group_name: str, op: str = "broadcast") -> None:
+    check_device(op, input.device.type, group_name)
+    check_rank(op, "src", src, group_name)
+
+
+def _run_broadcast(input: Tensor, src: int, group_name: str) -> Tensor:
+    g = by_name(group_name)
+    out = copied(input) if g.rank == src else input.new_empty(input.shape)
+    if g.n == 1:
+        return out
+    return issued(out, carrier_of(g, out.device).broadcast_(out, src, g))
+
+
+def _broadcast_adjoint(grad: Tensor, a: Call) -> Tensor:
+    return a.call("reduce", grad, "sum", a.src, a.group_name)
+
+
+BROADCAST = Collective(
+    "broadcast",
+    "(Tensor input, int src, str group_name) -> Tensor",
+    check=check_broadcast,
+    shape=same,
+    run=_run_broadcast,
+    adjoint=_broadcast_adjoint,
+    wire_bytes=wire.everything,
+    steps=wire.n_minus_1,
+    one_shot_bytes=wire.to_each,
+    replicates=True,
+    targets=torch_ops("broadcast"),
+    native=Native(kernel=True, fast=("x", "src", "group")),
+)
+
+
+# -- all_gather_into_tensor_coalesced ---
+
+
+def _check_all_gather_coalesced(
+    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+) -> None:
+    op = "all_gather_into_tensor_coalesced"
+    check_list(op, inputs, dims)
+    for i, x in enumerate(inputs):
+        check_gathers(op, x, group_size, group_name, dims[i] if dims is not None else 0, None)
+
+
+def _all_gather_coalesced_shape(
+    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+) -> list[Shape]:
+    return each(gathered)(inputs, group_size, dims=dims)
+
+
+def _run_all_gather_coalesced(
+    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+) -> list[Tensor]:
+    g = by_name(group_name)
+    dims = dims if dims is not None else [0] * len(inputs)
+    shapes = each(gathered)(inputs, g.n, dims=dims)
+    outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
+    for same_dtype in by_dtype(inputs):
+        packed = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
+        parts = packed.new_empty((g.n, *packed.shape))
+        work = None
+        if g.n == 1:
+            parts.copy_(packed)
+        else:
+            work = carrier_of(g, packed.device).all_gather(parts, packed, g)
+        columns = parts.split([inputs[i].numel() for i in same_dtype], 1)
+        sources = []
+        for i, column in zip(same_dtype, columns, strict=True):
+            shape = list(inputs[i].shape) or [1]
+            # [n, *shape] with the ranks moved in front of the gathered dim, as out is laid out
+            sources.append(column.reshape(g.n, *shape).movedim(0, dims[i]))
+        issue_list([outs[i] for i in same_dtype], sources, work, None)
+    return outs
+
+
+def _all_gather_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
+    scatter = "reduce_scatter_tensor_coalesced"
+    back = a.call(scatter, grads, "sum", a.group_size, a.group_name, a.dims)
+    return [x.reshape(shape) for x, shape in zip(back, a.input_shape, strict=True)]
+
+
+ALL_GATHER_INTO_TENSOR_COALESCED = Collective(
+    "all_gather_into_tensor_coalesced",
+    "(Tensor[] inputs, int group_size, str group_name, int[]? dims=None) -> Tensor[]",
+    check=_check_all_gather_coalesced,
+    shape=_all_gather_coalesced_shape,
+    run=_run_all_gather_coalesced,
+    adjoint=_all_gather_coalesced_adjoint,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    replicates=True,
+    single="all_gather_into_tensor",
+    targets=torch_ops("all_gather_into_tensor_coalesced"),
+    contiguous=True,
+    native=Native(fast=("xs", "group", "dim")),
+)
+
+ROWS = (
+    ALL_GATHER_INTO_TENSOR,
+    GATHER,
+    SCATTER,
+    BROADCAST,
+    ALL_GATHER_INTO_TENSOR_COALESCED,
+)

@@ -1,0 +1,212 @@
+"""Messages between two ranks (isend, irecv, batch_p2p_ops), the barrier and the wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcoll.errors import BadOption, MismatchedLists, NoGradient, fail
+from fcoll.groups import by_name, check_device, group_size
+from fcoll.table import wire
+from fcoll.table.checks import check_list, check_rank
+from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
+from fcoll.table.shapes import nothing, same
+from fcoll.transport.carriers import carrier_of, carrier_of_pairs
+from fcoll.transport.protocol import Then, Transfer, issued
+
+
+def _no_gradient(grad: object, a: Call) -> Tensor:
+    raise NoGradient(
+        op=a.op,
+        why="its peer could not know that a gradient must be sent back, and would hang",
+        hint="Use permute, scatter or all_to_all_single, which every rank of the group calls.",
+    )
+
+
+# -- isend ---
+
+
+def _check_isend(tensor: Tensor, dst: int, tag: int, group_name: str) -> None:
+    check_device("isend", tensor.device.type, group_name)
+    check_rank("isend", "dst", dst, group_name)
+
+
+def _run_isend(tensor: Tensor, dst: int, tag: int, group_name: str) -> Tensor:
+    return _run_batch(["isend"], [dst], [tag], [tensor], group_name)[0]
+
+
+ISEND = Collective(
+    "isend",
+    "(Tensor tensor, int dst, int tag, str group_name) -> Tensor",
+    check=_check_isend,
+    shape=nothing,
+    run=_run_isend,
+    adjoint=_no_gradient,
+    wire_bytes=wire.everything,
+    steps=wire.one,
+    personal=True,
+    is_p2p=True,
+    targets=torch_ops("isend"),
+    side_effect=True,
+)
+
+
+# -- irecv ---
+
+
+def _check_irecv(tensor: Tensor, src: int, tag: int, group_name: str) -> None:
+    check_device("irecv", tensor.device.type, group_name)
+    check_rank("irecv", "src", src, group_name)
+
+
+def _run_irecv(tensor: Tensor, src: int, tag: int, group_name: str) -> Tensor:
+    return _run_batch(["irecv"], [src], [tag], [tensor], group_name)[0]
+
+
+IRECV = Collective(
+    "irecv",
+    "(Tensor tensor, int src, int tag, str group_name) -> Tensor",
+    check=_check_irecv,
+    shape=same,
+    run=_run_irecv,
+    adjoint=_no_gradient,
+    wire_bytes=wire.everything,
+    steps=wire.one,
+    personal=True,
+    is_p2p=True,
+    targets=torch_ops("irecv"),
+    side_effect=True,
+)
+
+
+# -- batch_p2p_ops: many of both at once ---
+
+
+def _check_batch(
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: str,
+) -> None:
+    op = "batch_p2p_ops"
+    lengths = [len(op_list), len(peer_list), len(tag_list), len(tensors)]
+    if len(set(lengths)) != 1:
+        why = f"{lengths[0]} ops, {lengths[1]} peers, {lengths[2]} tags, {lengths[3]} tensors"
+        fail(MismatchedLists, op=op, why=why, hint="Give one of each for every transfer.")
+    check_list(op, tensors)
+    check_device(op, tensors[0].device.type, group_name)
+    for name, peer in zip(op_list, peer_list, strict=True):
+        if name not in ("isend", "irecv"):
+            fail(BadOption, op=op, arg="op", value=name, known="isend, irecv")
+        check_rank(op, "peer", peer, group_name)
+
+
+def _batch_shape(
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: str,
+) -> list[Shape]:
+    return [[0] if op == "isend" else list(x.shape) for op, x in zip(op_list, tensors, strict=True)]
+
+
+def _run_batch(
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: str,
+) -> list[Tensor]:
+    """A received tensor is new, of the shape of the one given; a send gives an empty token."""
+    g = by_name(group_name)
+    outs, transfers = [], []
+    for name, peer, tag, x in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        sends = name == "isend"
+        buf = x.contiguous() if sends else x.new_empty(x.shape)
+        outs.append(x.new_empty(0) if sends else buf)
+        transfers.append(Transfer(sends, buf, peer, tag))
+    works = carrier_of_pairs(g).transfer(transfers, g)
+    done = works[0] if len(works) == len(outs) == 1 else Then(works)
+    return [issued(out, done) for out in outs]
+
+
+BATCH_P2P_OPS = Collective(
+    "batch_p2p_ops",
+    "(str[] op_list, int[] peer_list, int[] tag_list, Tensor[] tensors, str group_name)"
+    " -> Tensor[]",
+    check=_check_batch,
+    shape=_batch_shape,
+    run=_run_batch,
+    adjoint=_no_gradient,
+    wire_bytes=wire.everything,
+    steps=wire.one,
+    personal=True,
+    is_p2p=True,
+    targets=torch_ops("batch_p2p_ops"),
+    side_effect=True,
+)
+
+
+# -- barrier ---
+
+
+def _check_barrier(group_name: str) -> None:
+    group_size(group_name)  # there is such a group
+
+
+def _run_barrier(group_name: str) -> Tensor:
+    g = by_name(group_name)
+    token = torch.empty(0)
+    return token if g.n == 1 else issued(token, carrier_of(g, token.device).barrier(g))
+
+
+BARRIER = Collective(
+    "barrier",
+    "(str group_name) -> Tensor",
+    check=_check_barrier,
+    shape=nothing,
+    run=_run_barrier,
+    adjoint=None,
+    wire_bytes=wire.nothing,
+    steps=wire.twice_n_minus_1,
+    side_effect=True,
+    native=Native(fast=("group",)),
+)
+
+
+# -- wait_tensor ---
+
+
+def _check_wait(tensor: Tensor) -> None:
+    pass
+
+
+def _run_wait(tensor: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _wait_adjoint(grad: Tensor, a: Call) -> Tensor:
+    return grad
+
+
+# It moves nothing and its result is its argument, so it has no kernel of its own: it is torch's
+# wait, the one that AOTAutograd's partitioner and Inductor know.
+WAIT_TENSOR = Collective(
+    "wait_tensor",
+    "(Tensor tensor) -> Tensor",
+    check=_check_wait,
+    shape=same,
+    run=_run_wait,
+    adjoint=_wait_adjoint,
+    wire_bytes=wire.nothing,
+    steps=wire.zero,
+    is_wait=True,
+    targets=torch_ops("wait_tensor"),
+    side_effect=True,
+)
+
+ROWS = (ISEND, IRECV, BATCH_P2P_OPS, BARRIER, WAIT_TENSOR)

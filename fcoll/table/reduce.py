@@ -1,0 +1,326 @@
+"""Collectives that reduce: all_reduce and reduce_scatter_tensor, also on lists, and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcoll.errors import BadOption, fail
+from fcoll.groups import Group, by_name, check_device
+from fcoll.reductions import REDUCTIONS, check_reduction
+from fcoll.table import wire
+from fcoll.table.checks import check_list, check_rank, check_scatters
+from fcoll.table.layout import by_dtype, chunks, copied, issue_list
+from fcoll.table.row import Call, Collective, Native, Sizes, torch_ops
+from fcoll.table.shapes import each, same, same_each, scattered
+from fcoll.table.shares import saves, share, share_each
+from fcoll.transport.carriers import carrier_of
+from fcoll.transport.protocol import issued
+
+GRADS = ("sum", "identity")
+
+# -- all_reduce ---
+
+
+def check_all_reduce(
+    input: Tensor, reduce_op: str, group_name: str, grad: str = "sum", op: str = "all_reduce"
+) -> None:
+    check_device(op, input.device.type, group_name)
+    check_reduction(op, reduce_op, input.dtype)
+    if grad not in GRADS:
+        fail(BadOption, op=op, arg="grad", value=grad, known=", ".join(GRADS))
+
+
+def run_all_reduce(input: Tensor, reduce_op: str, group_name: str, grad: str = "sum") -> Tensor:
+    out = copied(input)
+    g = by_name(group_name)
+    if g.n == 1:
+        return out
+    return issued(out, *carrier_of(g, out.device).all_reduce_(out, REDUCTIONS[reduce_op], g))
+
+
+def _all_reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
+    summed = a.grad == "sum"
+    G = a.call("all_reduce", grad, "sum", a.group_name) if summed else a.identity(grad)
+    return share(G, a.saved_input, a.saved_output, a)
+
+
+ALL_REDUCE = Collective(
+    "all_reduce",
+    "(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
+    check=check_all_reduce,
+    shape=same,
+    run=run_all_reduce,
+    adjoint=_all_reduce_adjoint,
+    saves=saves,
+    wire_bytes=wire.ring_twice,
+    steps=wire.twice_n_minus_1,
+    one_shot_bytes=wire.to_each,
+    replicates=True,
+    own_args=("grad",),
+    targets=torch_ops("all_reduce"),
+    native=Native(kernel=True, fast=("x", "op", "group", "grad"), arena="whole"),
+)
+
+
+# -- reduce_scatter_tensor ---
+
+
+def check_reduce_scatter(
+    input: Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    dim: int = 0,
+    sizes: Sizes = None,
+    op: str = "reduce_scatter_tensor",
+) -> None:
+    check_reduction(op, reduce_op, input.dtype)
+    check_scatters(op, input, group_size, group_name, dim, sizes)
+
+
+def _reduce_scatter_shape(
+    input: Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    dim: int = 0,
+    sizes: Sizes = None,
+) -> list[int]:
+    return scattered(input, group_size, group_name, dim, sizes)
+
+
+def _run_reduce_scatter(
+    input: Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    dim: int = 0,
+    sizes: Sizes = None,
+) -> Tensor:
+    out = input.new_empty(scattered(input, group_size, group_name, dim, sizes))
+    return reduce_scatter_into(out, input, reduce_op, by_name(group_name), dim, sizes)
+
+
+def reduce_scatter_into(
+    out: Tensor, input: Tensor, reduce_op: str, g: Group, dim: int = 0, sizes: Sizes = None
+) -> Tensor:
+    if g.n == 1:
+        out.copy_(input)
+        return out
+    parts, carrier = chunks(input, dim, g.n, sizes), carrier_of(g, input.device)
+    if sizes is None:
+        return issued(out, *carrier.reduce_scatter(out, parts, REDUCTIONS[reduce_op], g))
+    mine = torch.empty_like(parts[0])  # padded to the largest part
+    work, finish = carrier.reduce_scatter(mine, parts, REDUCTIONS[reduce_op], g)
+
+    def fill() -> None:
+        if finish:
+            finish()
+        out.data.copy_(mine.narrow(dim, 0, out.shape[dim]))
+
+    return issued(out, work, fill)
+
+
+def _reduce_scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
+    def whole(part: Tensor) -> Tensor:
+        gather = ("all_gather_into_tensor", part, a.group_size, a.group_name, a.dim, a.sizes)
+        return a.call(*gather)
+
+    y = whole(a.saved_output) if a.saved_output is not None else None
+    return share(whole(grad), a.saved_input, y, a)
+
+
+REDUCE_SCATTER_TENSOR = Collective(
+    "reduce_scatter_tensor",
+    "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
+    " SymInt[]? sizes=None) -> Tensor",
+    check=check_reduce_scatter,
+    shape=_reduce_scatter_shape,
+    run=_run_reduce_scatter,
+    adjoint=_reduce_scatter_adjoint,
+    saves=saves,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    targets=torch_ops("reduce_scatter_tensor", "_c10d_functional_autograd"),
+    contiguous=True,
+    native=Native(kernel=True, fast=("x", "op", "group", "dim"), arena="share"),
+)
+
+
+# -- reduce ---
+
+
+def _check_reduce(input: Tensor, reduce_op: str, dst: int, group_name: str) -> None:
+    check_device("reduce", input.device.type, group_name)
+    check_reduction("reduce", reduce_op, input.dtype)
+    check_rank("reduce", "dst", dst, group_name)
+
+
+def _run_reduce(input: Tensor, reduce_op: str, dst: int, group_name: str) -> Tensor:
+    g = by_name(group_name)
+    out = copied(input)
+    if g.n == 1:
+        return out
+    work, finish = carrier_of(g, out.device).reduce_(out, dst, REDUCTIONS[reduce_op], g)
+    return issued(out, work, finish if g.rank == dst else lambda: out.data.zero_())
+
+
+def _reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
+    def from_root(x: Tensor) -> Tensor:
+        return a.call("broadcast", x, a.dst, a.group_name)
+
+    y = from_root(a.saved_output) if a.saved_output is not None else None
+    return share(from_root(grad), a.saved_input, y, a)
+
+
+REDUCE = Collective(
+    "reduce",
+    "(Tensor input, str reduce_op, int dst, str group_name) -> Tensor",
+    check=_check_reduce,
+    shape=same,
+    run=_run_reduce,
+    adjoint=_reduce_adjoint,
+    saves=saves,
+    wire_bytes=wire.everything,
+    steps=wire.n_minus_1,
+    one_shot_bytes=wire.to_each,
+)
+
+
+# -- all_reduce_coalesced ---
+
+
+def check_all_reduce_coalesced(
+    inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
+) -> None:
+    op = "all_reduce_coalesced"
+    check_list(op, inputs)
+    for x in inputs:
+        check_all_reduce(x, reduce_op, group_name, grad, op)
+
+
+def _run_all_reduce_coalesced(
+    inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
+) -> list[Tensor]:
+    outs = [x.new_empty(x.shape) for x in inputs]
+    all_reduce_list(outs, inputs, reduce_op, by_name(group_name))
+    return outs
+
+
+def all_reduce_list(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], reduce_op: str, g: Group
+) -> None:
+    for same_dtype in by_dtype(inputs):
+        flat = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
+        work, finish = None, None
+        if g.n > 1:
+            carrier = carrier_of(g, flat.device)
+            work, finish = carrier.all_reduce_(flat, REDUCTIONS[reduce_op], g)
+        parts = flat.split([inputs[i].numel() for i in same_dtype])
+        issue_list([outs[i] for i in same_dtype], parts, work, finish)
+
+
+def _all_reduce_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
+    if a.grad == "sum":
+        Gs = a.call("all_reduce_coalesced", grads, "sum", a.group_name)
+    else:
+        Gs = [a.identity(G) for G in grads]
+    return share_each(Gs, a.saved_input, a.saved_output, a)
+
+
+ALL_REDUCE_COALESCED = Collective(
+    "all_reduce_coalesced",
+    "(Tensor[] inputs, str reduce_op, str group_name, str grad='sum') -> Tensor[]",
+    check=check_all_reduce_coalesced,
+    shape=same_each,
+    run=_run_all_reduce_coalesced,
+    adjoint=_all_reduce_coalesced_adjoint,
+    saves=saves,
+    wire_bytes=wire.ring_twice,
+    steps=wire.twice_n_minus_1,
+    one_shot_bytes=wire.to_each,
+    replicates=True,
+    single="all_reduce",
+    own_args=("grad",),
+    targets=torch_ops("all_reduce_coalesced"),
+    native=Native(fast=("xs", "op", "group", "grad")),
+)
+
+
+# -- reduce_scatter_tensor_coalesced ---
+
+
+def _check_reduce_scatter_coalesced(
+    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
+) -> None:
+    op = "reduce_scatter_tensor_coalesced"
+    check_list(op, inputs, dims)
+    for i, x in enumerate(inputs):
+        check_reduction(op, reduce_op, x.dtype)
+        check_scatters(op, x, group_size, group_name, dims[i] if dims is not None else 0, None)
+
+
+def _reduce_scatter_coalesced_shape(
+    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
+) -> list[list[int]]:
+    return each(scattered)(inputs, group_size, group_name, dims=dims)
+
+
+def _run_reduce_scatter_coalesced(
+    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
+) -> list[Tensor]:
+    g = by_name(group_name)
+    dims = dims if dims is not None else [0] * len(inputs)
+    shapes = each(scattered)(inputs, g.n, group_name, dims=dims)
+    outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
+    for same_dtype in by_dtype(inputs):
+        rows = [chunks(inputs[i], dims[i], g.n, None).flatten(1) for i in same_dtype]
+        packed = torch.cat(rows, dim=1)
+        mine = packed.new_empty(packed.shape[1:])
+        work, finish = None, None
+        if g.n == 1:
+            mine.copy_(packed[0])
+        else:
+            carrier = carrier_of(g, packed.device)
+            work, finish = carrier.reduce_scatter(mine, packed, REDUCTIONS[reduce_op], g)
+        parts = mine.split([outs[i].numel() for i in same_dtype])
+        issue_list([outs[i] for i in same_dtype], parts, work, finish)
+    return outs
+
+
+def _reduce_scatter_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
+    def whole(xs: list[Tensor]) -> list[Tensor]:
+        gather = ("all_gather_into_tensor_coalesced", xs, a.group_size, a.group_name, a.dims)
+        return a.call(*gather)
+
+    ys = whole(a.saved_output) if a.saved_output is not None else None
+    return share_each(whole(grads), a.saved_input, ys, a)
+
+
+REDUCE_SCATTER_TENSOR_COALESCED = Collective(
+    "reduce_scatter_tensor_coalesced",
+    "(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[]? dims=None)"
+    " -> Tensor[]",
+    check=_check_reduce_scatter_coalesced,
+    shape=_reduce_scatter_coalesced_shape,
+    run=_run_reduce_scatter_coalesced,
+    adjoint=_reduce_scatter_coalesced_adjoint,
+    saves=saves,
+    wire_bytes=wire.ring,
+    steps=wire.n_minus_1,
+    single="reduce_scatter_tensor",
+    targets=torch_ops("reduce_scatter_tensor_coalesced"),
+    contiguous=True,
+    native=Native(fast=("xs", "op", "group", "dim")),
+)
+
+ROWS = (
+    ALL_REDUCE,
+    REDUCE_SCATTER_TENSOR,
+    REDUCE,
+    ALL_REDUCE_COALESCED,
+    REDUCE_SCATTER_TENSOR_COALESCED,
+)

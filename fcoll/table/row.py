@@ -1,0 +1,163 @@
+"""What a row of the table says of a collective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+Expr = Any  # an int, a float, or a sympy expression
+Shape = list[int]
+Sizes = Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a schema."""
+
+    name: str
+    type: str  # "Tensor", "Tensor[]", "str", "int", "SymInt[]?"
+    writes: bool  # is it written to?
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.type.startswith("Tensor")
+
+
+@dataclass(frozen=True)
+class Native:
+    """What of a row is written in C++ (transport/native); a test compares the names."""
+
+    #: Has the op a kernel for CPU tensors, ``fcoll_native::<row>``?
+    kernel: bool = False
+    #: The arguments of the extension's function of the row's name, which serves plain eager calls
+    #: of the public function; None if there is no such function.
+    fast: tuple[str, ...] | None = None
+    #: What a compiled graph reads of the ranks' parts where they lie: "whole" parts, or this
+    #: rank's "share" of each. None if it has no such form.
+    arena: str | None = None
+
+
+class Call(SimpleNamespace):
+    """A call that is differentiated, as an adjoint sees it.
+
+    It has the arguments of the schema by name (tensors left out), ``op``, ``input_shape``, the
+    tensors that the row saves as ``saved_input`` and ``saved_output`` (else None), and two ways to
+    go on: ``call(name, *args)`` makes another collective and waits for it, ``identity(x)`` is x
+    with a gradient that is summed over the group.
+    """
+
+    op: str
+    group_name: str
+    call: Callable[..., Any]
+    identity: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row: everything there is to know of a collective.
+
+    ``schema`` starts like that of torch's op of the same name, where there is one, and goes on with
+    arguments that have defaults: a call of torch's op is a call of ours. ``targets`` names those
+    ops. ``check``, ``shape`` and ``run`` take the schema's arguments; ``adjoint`` takes the
+    gradient of the result and a ``Call``.
+
+    ``wire_bytes`` and ``steps`` are of the bandwidth-optimal algorithm on n ranks: the bytes that
+    each rank sends, where b is the size of its largest argument or result in bytes, and how many
+    messages follow one another. They are written so that n and b may be sympy symbols.
+    """
+
+    name: str
+    schema: str
+    check: Callable[..., None]
+    shape: Callable[..., Any]
+    run: Callable[..., Any]
+    adjoint: Callable[..., Any] | None
+    wire_bytes: Callable[[Expr, Expr], Expr]
+    steps: Callable[[Expr], Expr]
+    targets: tuple[str, ...] = ()
+    #: Whose values the gradient needs: ("input",), ("input", "output") or ().
+    saves: Callable[[Any], tuple[str, ...]] | None = None
+    #: Does torch's op want contiguous strides?
+    contiguous: bool = False
+    #: Must a call stay in a graph even if nobody uses its result?
+    side_effect: bool = False
+    #: What the busiest rank sends where everything goes to its place in one step; None: wire_bytes.
+    one_shot_bytes: Callable[[Expr, Expr], Expr] | None = None
+    #: Has each pair of ranks bytes of its own, which nobody can combine or pass on for others?
+    personal: bool = False
+    #: Is it between two ranks, instead of called by the whole group?
+    is_p2p: bool = False
+    #: Does it only wait for another collective's result?
+    is_wait: bool = False
+    #: Is the result the same on all ranks of the group?
+    replicates: bool = False
+    #: Of an in-place or out form: the row that does the same and returns a new tensor.
+    functional: str | None = None
+    #: Of a row on lists: the row of one tensor.
+    single: str | None = None
+    #: Arguments that each rank gives for itself; all others must be the same on all ranks.
+    own_args: tuple[str, ...] = ()
+    #: From the arguments by name: the dim along which ranks hold parts of their own sizes.
+    own_dim: Callable[[Mapping[str, Any]], int | None] | None = None
+    native: Native = Native()
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The schema's arguments in order.
+
+        >>> [a.name for a in COLLECTIVES["broadcast"].arguments]
+        ['input', 'src', 'group_name']
+        """
+        inside = self.schema.partition(" -> ")[0][1:-1]
+        return tuple(_argument(part) for part in inside.split(", ") if part and part != "*")
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Where each argument stands in the schema."""
+        return {a.name: i for i, a in enumerate(self.arguments)}
+
+    @cached_property
+    def mutates(self) -> bool:
+        """Does it write to an argument (the in-place and out forms)?"""
+        return any(a.writes for a in self.arguments)
+
+    @cached_property
+    def has_out(self) -> bool:
+        """Does it write its result into a tensor called ``out``?"""
+        return "out" in self.position
+
+    @cached_property
+    def on_lists(self) -> bool:
+        """Does it take and return a list of tensors?"""
+        return self.schema.rpartition(" -> ")[2].startswith("Tensor[]")
+
+    @cached_property
+    def batched(self) -> bool:
+        """Can vmap run it? All that return new tensors: the mapped dim goes along, last."""
+        return not self.mutates and bool(self.arguments) and self.arguments[0].is_tensor
+
+    @property
+    def message(self) -> str:
+        """The name of the functional row: in place or not, the message is the same."""
+        return self.functional or self.name
+
+
+_ARGUMENT = re.compile(r"(?P<type>[\w\[\]]+)(\((?P<alias>[^)]*)\))?\??\s+(?P<name>\w+)")
+
+
+def _argument(text: str) -> Argument:
+    found = _ARGUMENT.match(text)
+    assert found is not None, text
+    return Argument(found["name"], found["type"], "!" in (found["alias"] or ""))
+
+
+def torch_ops(name: str, *more: str) -> tuple[str, ...]:
+    """torch's ops of this name, in its namespaces for functional collectives and in ``more``."""
+    spaces = ("_c10d_functional", "c10d_functional", *more)
+    return tuple(f"{space}::{name}" for space in spaces)

@@ -1,0 +1,344 @@
+"""A step of a program, run once without data: every op and every collective that it issues."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils._pytree import tree_iter, tree_map
+
+from fcoll.errors import BadOption, DataDependent, UntraceableDDP
+from fcoll.graph.issued import Issued, collectives_of
+from fcoll.graph.sizes import from_text, to_text
+from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.source import Site, is_library, show
+from fcoll.tracing import _torch
+from fcoll.tracing.compiled import compiled
+from fcoll.tracing.fake_world import current_axes
+from fcoll.tracing.fakes import Found, faked, reachable
+from fcoll.tracing.reading import reading, reading_compiled
+from fcoll.tracing.recorder import Recorder, parts_of
+from fcoll.tracing.values import Values, user_line
+from fcoll.tracing.variants import settled
+from fcoll.units import show_bytes, table
+
+MODES = ("joint", "compiled", "forward")
+
+
+class Trace:
+    """What one rank's step does: a graph, and the collectives in the order of their issue.
+
+    ``print(trace)`` shows a table. In ``graph_module`` the ops are in the order in which they ran,
+    writes in place included; each node's ``meta["origin"]`` says who asked for it. A trace read
+    from JSON has no graph, only collectives and steps. Numbers that the step reads from tensors
+    are placeholders in it; ``notes`` say where it decides by one.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule | None,
+        collectives: tuple[Issued, ...],
+        rank: int,
+        mesh: dict[str, int],
+        steps: tuple[Step, ...] | None = None,
+    ) -> None:
+        self.graph_module = graph_module
+        self.collectives = collectives
+        self.rank = rank
+        self.mesh = mesh
+        if steps is not None:
+            self.steps = steps
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The graph as a timeline and a scheduler see it.
+
+        Sizes that only a run knows are taken to be as large as they can be. For one without a bound
+        say ``trace.sizes["u0"] = 4096`` first, or MissingSize is raised.
+        """
+        assert self.graph_module is not None
+        return steps_of(self.graph_module, self.collectives, sizes=self.sizes)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """The memory of what the step is given: parameters, optimizer states, batch."""
+        return input_bytes(self.graph_module) if self.graph_module is not None else 0
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The values of symbolic sizes in this trace: {"s0": 128}; or, of those that only a run
+        knows, their upper bounds; of an exchange's splits, even shares."""
+        return sizes_of(self.graph_module) if self.graph_module is not None else {}
+
+    def to_json(self) -> str:
+        """The trace without its graph, as text."""
+        plain: dict[str, Any] = {"rank": self.rank, "mesh": self.mesh}
+        plain |= {"input_bytes": self.input_bytes, "sizes": self.sizes, "notes": self.notes}
+        rows = {"collectives": self.collectives, "steps": self.steps}
+        lists = {key: [vars(row) for row in value] for key, value in rows.items()}
+        return json.dumps({**plain, **lists}, default=_expression_to_json)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        data = json.loads(text, object_hook=_expression_from_json)
+        collectives = tuple(_restored(Issued, row) for row in data["collectives"])
+        steps = tuple(_restored(Step, row) for row in data["steps"])
+        made = cls(None, collectives, data["rank"], data["mesh"], steps)
+        made.input_bytes, made.sizes = data["input_bytes"], data["sizes"]
+        made.notes = tuple(data.get("notes", ()))
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        """The same step: all but the graph, which a trace from JSON has not."""
+        return isinstance(other, Trace) and self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _content(self) -> tuple[Any, ...]:
+        facts = self.rank, self.mesh, self.input_bytes, self.sizes
+        return *facts, self.collectives, self.steps
+
+    def diff(self, other: Trace) -> Diff:
+        """What the other trace issues that this one does not, and the other way round."""
+        mine, theirs = Counter(map(_key, self.collectives)), Counter(map(_key, other.collectives))
+        return Diff(
+            removed=_surplus(self.collectives, mine - theirs),
+            added=_surplus(other.collectives, theirs - mine),
+            same_order=[*map(_key, self.collectives)] == [*map(_key, other.collectives)],
+        )
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items()) or "no mesh"
+        head = f"rank {self.rank} of {mesh}: {len(self.collectives)} collectives"
+        return "\n".join([head, *_table(self.collectives), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.collectives)} collectives, rank={self.rank}, mesh={self.mesh})"
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two traces compared by op, axis, size, phase and module; lines may move."""
+
+    removed: tuple[Issued, ...]
+    added: tuple[Issued, ...]
+    same_order: bool
+
+    @property
+    def same(self) -> bool:
+        return self.same_order and not self.removed and not self.added
+
+    def __str__(self) -> str:
+        if self.same:
+            return "the same collectives in the same order"
+        if not self.removed and not self.added:
+            return "the same collectives in another order"
+        lines = [f"- {line}" for line in _table(self.removed)[1:]]
+        return "\n".join([*lines, *(f"+ {line}" for line in _table(self.added)[1:])])
+
+
+def _key(c: Issued) -> tuple[Any, ...]:
+    return c.op, c.axis, c.n, c.shapes, c.dtypes, repr(c.args), c.phase, c.module
+
+
+def _surplus(collectives: tuple[Issued, ...], counts: Counter[Any]) -> tuple[Issued, ...]:
+    left, found = Counter(counts), []
+    for c in collectives:
+        if left[_key(c)] > 0:
+            left[_key(c)] -= 1
+            found.append(c)
+    return tuple(found)
+
+
+_HEAD = ("count", "collective", "axis", "n", "each", "dtype", "phase", "source", "module")
+
+
+def _table(collectives: Iterable[Issued]) -> list[str]:
+    """A line for all that the same source line issues alike, in order of first issue."""
+    groups: dict[Any, list[Issued]] = {}
+    for c in collectives:
+        groups.setdefault((c.phase, c.op, c.axis, c.n, c.bytes, c.dtypes, c.source), []).append(c)
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for (phase, op, axis, n, size, dtypes, source), same in groups.items():
+        modules = {re.sub(r"\b(?<!\w)\d+\b", "*", c.module) for c in same}
+        module = modules.pop() if len(modules) == 1 else f"{len(modules)} modules"
+        kinds = ", ".join(dict.fromkeys(dtypes))
+        cells = (len(same), op, axis or same[0].group, n, show_bytes(size), kinds, phase)
+        rows.append(tuple(map(str, (*cells, source, module))))
+    return table(rows, "><<>><<<<")
+
+
+def _expression_to_json(x: Any) -> Any:
+    return {"expression": to_text(x)}
+
+
+def _expression_from_json(x: dict[str, Any]) -> Any:
+    return from_text(x["expression"]) if x.keys() == {"expression"} else x
+
+
+def _restored(cls: Any, row: dict[str, Any]) -> Any:
+    """A dataclass from its JSON: lists are tuples again, but for those among the arguments."""
+    return cls(**{k: _tuples(v) if k != "args" else v for k, v in row.items()})
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
+
+
+def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any) -> Trace:
+    """Run a module or function once on fake tensors and write down what it does.
+
+    ``mode="joint"`` is the whole step: the forward pass, the backward pass and the optimizer, if
+    ``fn`` calls one. A step that runs a backward pass has run it: if ``fn`` calls backward() or
+    torch.autograd.grad() for any of its losses, whatever it returns, the trace runs none of its
+    own; else it runs that of the sum of the results. (Gradients that are to be differentiated
+    again, autograd.grad with create_graph=True, are a part of the forward pass.) "forward" leaves
+    out the backward pass that ``fn`` does not run itself. "compiled" is the step as torch.compile
+    makes it: AOTAutograd's graphs one after the other, without in-place ops; what runs between
+    them (where Dynamo breaks the graph) is not in it.
+
+    Tensors may be real, fake or on the meta device: nothing is computed and nothing large is
+    allocated. Parameters, gradients and optimizer states are afterwards what they were.
+
+    Values that ``fn`` reads to print or log them are placeholders. Where it decides by a value, or
+    makes a plain number of one (``float(loss)``), it runs again with another: if it then issues
+    other collectives, DataDependent says where; ``fcoll.assume`` says which way to go.
+
+    >>> with fcoll.fake_world(tp=4) as mesh:
+    ...     t = fcoll.trace(lambda x: fcoll.all_reduce(x, "sum", mesh), torch.ones(8))
+    >>> [(c.op, c.axis, c.n, c.bytes) for c in t.collectives]
+    [('all_reduce', 'tp', 4, 32)]
+    """
+    if mode not in MODES:
+        raise BadOption(op="trace", arg="mode", value=mode, known=MODES)
+    found = reachable(fn, args, kwargs)
+    if mode == "compiled" and any(map(_torch.is_ddp, found.modules)):
+        raise UntraceableDDP(line=user_line())
+    step = _Step(fn, args, kwargs, mode, found, caller=sys._getframe(1))
+    with _no_collection():
+        traced, notes = settled(step.run)
+    traced.notes += notes
+    return traced
+
+
+@dataclass
+class _Step:
+    """A program that can be run on fake tensors, more than once."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: str
+    found: Found
+    caller: FrameType
+
+    @cached_property
+    def fake(self) -> Any:
+        """The fake mode of all runs: that of the program's fake tensors, if it has any."""
+        if self.mode == "compiled":
+            return None
+        tensors = [x for x, _ in self.found.tensors.values()]
+        return _torch.detect_fake_mode(tensors) or _torch.fake_mode()
+
+    @property
+    def _here(self) -> Site:
+        """Where collectives without a line of their own come from: who asks for the trace, or,
+        where that is fcoll itself, the step."""
+        here = self.caller.f_code.co_filename, self.caller.f_lineno
+        code = getattr(inspect.unwrap(self.fn), "__code__", None)
+        return (code.co_filename, code.co_firstlineno) if code and is_library(here[0]) else here
+
+    def run(self, values: Values) -> Trace:
+        """Run it once and write down what it does; where it asks for values, it gets these."""
+        with faked(self.found, self.fake) as copies, self.fake or nullcontext():
+            args, kwargs = tree_map(
+                lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x,
+                (self.args, self.kwargs),
+            )
+            tensors = [(copies.get(id(x), x), name) for x, name in self.found.tensors.values()]
+            recorder = Recorder(_names(tensors), self.found.modules, self.caller, self.fake)
+            try:
+                with self._reading(values, recorder):
+                    out = _run(self.fn, args, kwargs, self.mode, recorder)
+            except _torch.NO_VALUE as error:
+                raise DataDependent(line=_line_of(error), why="") from None
+            leaves = [*tree_iter(out), *(x.grad for x, _ in tensors if x.is_leaf)]
+            outputs = [y for x in leaves if isinstance(x, Tensor) for y in parts_of(x)]
+            graph_module = recorder.finish(outputs)
+        collectives = collectives_of(graph_module, (self._here,))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        made = Trace(graph_module, collectives, rank, current_axes())
+        made.notes = tuple(dict.fromkeys(recorder.notes))
+        return made
+
+    def _reading(self, values: Values, recorder: Recorder) -> AbstractContextManager[None]:
+        if self.mode == "compiled":
+            return reading_compiled(values)
+        return reading(values, recorder.has_written)
+
+
+def _line_of(error: BaseException) -> str:
+    """The user's line that an error was raised from."""
+    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    return show([site for site in sites if not is_library(site[0])][-1])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A trace holds on to all that it makes: looking through it for garbage takes 15 % more."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _run(fn: Any, args: Any, kwargs: Any, mode: str, recorder: Recorder) -> Any:
+    """Run the program in a mode, recording; and its backward pass, if it did not run one."""
+    with _torch.around_backward(recorder.runs_backward):
+        if mode == "compiled":
+            recorder.by_memory = True
+            with warnings.catch_warnings(), _torch.compiled_anew():
+                # Dynamo looks at the loss's .grad where it resumes after the backward pass
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                out = compiled(fn, recorder)(*args, **kwargs)
+                if not recorder.ran_backward:
+                    _backward(out)
+            return out
+        with recorder.listening():
+            out = fn(*args, **kwargs)
+            if mode == "joint" and not recorder.ran_backward:
+                _backward(out)
+    return out
+
+
+def _names(tensors: Any) -> dict[int, str]:
+    return {id(part): name for x, name in tensors for part in parts_of(x)}
+
+
+def _backward(out: Any) -> None:
+    """Run the backward pass of all results that have one."""
+    results = [x for x in tree_iter(out) if isinstance(x, Tensor) and x.grad_fn is not None]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in results]
+    losses = [x if x.dim() == 0 else x.sum() for x in local if x.is_floating_point()]
+    if losses:
+        torch.autograd.backward(losses)

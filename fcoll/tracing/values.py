@@ -1,0 +1,187 @@
+"""Numbers that a step reads from tensors while it is traced.
+
+A trace has no values. ``loss.item()`` gives a placeholder that can be printed and computed with; a
+number of an integer tensor is a symbol, so that sizes that are read stay what they are. A branch on
+either asks the run's Values, which has the answers that this run of the step is to take.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from fcoll.errors import DataDependent
+from fcoll.source import is_library, show
+
+MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
+
+_STDLIB = sysconfig.get_paths()["stdlib"]  # site-packages is in it
+_active: list[Values] = []
+
+
+@dataclass
+class Values:
+    """What one run of a step is told where it asks for values, and what it asked."""
+
+    answers: tuple[bool, ...] = ()  # to the first branches
+    number: float = 1.0  # what float() gives
+    count: int = 1  # what int() gives
+    asked: list[tuple[str, bool]] = field(default_factory=list)  # (line, answer) of each branch
+    floats: str = ""  # the line that first made a plain float of a value
+    ints: str = ""  # and that of a plain int, which could be a size
+    _decided: dict[Any, bool] = field(default_factory=dict)
+
+    def decide(self, usual: bool = False, condition: Any = None) -> bool:
+        """The answer to a branch on a value; to the same condition the same."""
+        if condition is not None and condition in self._decided:
+            return self._decided[condition]
+        line = user_line()
+        if len(self.asked) == MOST_BRANCHES:
+            most = f"A trace tries both ways of up to {MOST_BRANCHES} such decisions; this is one more."
+            raise DataDependent(line=line, why=most)
+        script = self.answers[len(self.asked) :]
+        answer = script[0] if script else usual
+        self.asked.append((line, answer))
+        if condition is not None:
+            self._decided[condition] = answer
+        return answer
+
+    def plain_float(self) -> float:
+        self.floats = self.floats or user_line()
+        return self.number
+
+    def plain_int(self) -> int:
+        self.ints = self.ints or user_line()
+        return self.count
+
+
+def user_line() -> str:
+    """The nearest line outside torch, fcoll and the standard library: not that of a logger."""
+    frame, nearest = sys._getframe(1), None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not is_library(filename):
+            nearest = nearest or (filename, frame.f_lineno)
+            if not filename.startswith(_STDLIB):
+                return show((filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return show(nearest) if nearest else "an unknown line"
+
+
+def current() -> Values:
+    """Those of the run that is being traced."""
+    if not _active:
+        raise DataDependent(line=user_line(), why="The value was read while a step was traced.")
+    return _active[-1]
+
+
+@contextmanager
+def active(values: Values) -> Iterator[None]:
+    _active.append(values)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def assume(condition: Any, value: bool) -> bool:
+    """bool(condition); while a step is traced, ``value``.
+
+    Says which way a trace goes where a program decides by the value of a tensor:
+    ``if fcoll.assume(loss.item() > 10, False):`` traces what follows if it is not.
+
+    >>> assume(torch.tensor(3.0) > 10, True)
+    False
+    """
+    return bool(value) if _active else bool(condition)
+
+
+# -- placeholders ---
+
+
+class Unknown(float):
+    """A float that only a run knows. What is computed with it is unknown too, and what is decided
+    by it is a branch on a value; to print it, it is a number like any other."""
+
+    def __bool__(self) -> bool:
+        return current().decide()
+
+    def __float__(self) -> float:
+        return current().plain_float()
+
+    def __int__(self) -> int:
+        return current().plain_int()
+
+    __trunc__ = __floor__ = __ceil__ = __int__
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self if digits is not None else current().plain_int()
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """numpy.isnan(loss.item()) and the like."""
+        plain = [float.__pos__(x) if isinstance(x, Unknown) else x for x in args]
+        result = getattr(ufunc, method)(*plain, **kwargs)
+        if isinstance(result, numpy.bool_):
+            return Branch(usual=bool(result))
+        return Unknown(result) if isinstance(result, float) else result
+
+
+class Branch:
+    """A condition that only a run knows: it is decided where it is used as one."""
+
+    def __init__(self, usual: bool = False) -> None:
+        self.usual = usual  # the answer that is tried first
+
+    def __bool__(self) -> bool:
+        return current().decide(self.usual)
+
+    def __invert__(self) -> Branch:
+        return Branch(not self.usual)
+
+    def __and__(self, other: Any) -> Branch:
+        return self
+
+    __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __and__
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    """A float's method that computes: its result is unknown."""
+    compute = getattr(float, name)
+
+    def method(self: Unknown, *others: Any) -> Any:
+        try:
+            result = compute(self, *others)
+        except ArithmeticError:  # the placeholders' fault, not the program's
+            return Unknown(1.0)
+        if isinstance(result, tuple):
+            return tuple(map(Unknown, result))
+        return Unknown(result) if isinstance(result, float) else result
+
+    return method
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    """A float's method that compares: it gives a branch."""
+    compare = getattr(float, name)
+
+    def method(self: Unknown, other: Any) -> Any:
+        return compare(self, other) if compare(self, other) is NotImplemented else Branch()
+
+    return method
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod")
+for _name in (*_BINARY, *("r" + name for name in _BINARY), "neg", "pos", "abs"):
+    setattr(Unknown, f"__{_name}__", _computing(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Unknown, f"__{_name}__", _comparing(f"__{_name}__"))
+Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

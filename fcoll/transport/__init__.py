@@ -1,0 +1,1 @@
+"""How bytes move: one protocol of a few primitives, and the carriers that implement it."""

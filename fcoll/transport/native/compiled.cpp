@@ -1,0 +1,235 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/chunk.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/Functional.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "arena.h"
+#include "compiled.h"
+#include "served.h"
+#include "signature.h"
+#include "tensors.h"
+
+using namespace fcoll;
+using namespace fcoll::tensors;
+using at::Tensor;
+
+namespace {
+
+struct Site {
+  std::shared_ptr<Group> group;  // null: the process group serves
+  std::shared_ptr<Arena> arena;
+};
+
+std::mutex sites_mutex;
+std::unordered_map<const Group*, std::pair<std::weak_ptr<Group>, std::shared_ptr<Arena>>> arenas;
+
+Site site_of(std::shared_ptr<Group> group) {
+  if (!group) return {};
+  std::lock_guard lock(sites_mutex);
+  auto& [owner, arena] = arenas[group.get()];
+  if (owner.lock() != group) {
+    owner = group;
+    arena = std::make_shared<Arena>(*group);
+    std::erase_if(arenas, [](const auto& entry) { return entry.second.first.expired(); });
+  }
+  return {group, arena};
+}
+
+// A graph from a cache may be the first to use its group in this process. Only a collective may
+// connect it: all ranks make them in the same order.
+Site connected(const std::string& name) {
+  if (auto group = served::group_named(name)) return site_of(group);
+  static auto connect = c10::Dispatcher::singleton()
+                            .findSchemaOrThrow("fcoll_pg::connect", "")
+                            .typed<bool(c10::string_view)>();
+  return connect.call(name) ? site_of(served::group_named(name)) : Site{};
+}
+
+Tensor tensor_at(uint8_t* data, std::shared_ptr<Memory> memory, at::IntArrayRef size,
+                 at::IntArrayRef stride, at::ScalarType dtype) {
+  return at::from_blob(data, size, stride, [memory = std::move(memory)](void*) {},
+                       at::TensorOptions().dtype(dtype));
+}
+
+// What each kind of collective reads of the ranks' parts.
+struct Reads {
+  Kind kind;
+  bool slices;  // of each part the share of this rank, not all of it
+};
+const std::unordered_map<std::string, Reads> READS = {
+    {"all_reduce", {Kind::all_reduce, false}},
+    {"all_gather_into_tensor", {Kind::all_gather, false}},
+    {"reduce_scatter_tensor", {Kind::reduce_scatter, true}},
+};
+
+// A call with what the ranks compare of it, which it points to.
+struct Signed {
+  Signature signature;
+  Call call;
+  Signed(const Tensor& own, const std::string& collective, const std::string& reduce_op, int64_t dim) {
+    Op op = reduce_op.empty() ? Op::sum : op_of(reduce_op);
+    int64_t shown = reduce_op.empty() ? -1 : int64_t(op);
+    signature = sign(collective, own, {.op = shown, .dim = dim});
+    call = {READS.at(collective).kind, type_of(own), op, 0, uint64_t(own.numel())};
+    call.signed_by(signature);
+  }
+};
+
+// The parts of a collective as tensors: all of each, or this rank's share of each.
+std::vector<Tensor> tensors_of(const Site& site, const Tensor& own, bool slices,
+                               const std::vector<uint8_t*>& parts, bool stay) {
+  auto size = own.sizes().vec();
+  size_t skip = 0;
+  if (slices) {
+    size[0] /= site.group->size();
+    skip = own.nbytes() / site.group->size() * site.group->rank();
+  }
+  std::vector<Tensor> tensors;
+  for (int r = 0; r < site.group->size(); r++)
+    tensors.push_back(tensor_at(parts[r] + skip, site.arena->memory(r), size, own.strides(),
+                                own.scalar_type()));
+  if (!stay)
+    for (auto& tensor : tensors) tensor = tensor.clone();
+  return tensors;
+}
+
+std::vector<Tensor> by_process_group(const Tensor& own, bool slices, const std::string& name) {
+  using Gather = Tensor(const Tensor&, int64_t, c10::string_view, int64_t, at::OptionalSymIntArrayRef);
+  static auto gather = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("fcoll_pg::all_gather_into_tensor", "")
+                           .typed<Gather>();
+  auto group = c10d::resolve_process_group(name);
+  int64_t n = group->getSize();
+  Tensor all = c10d::wait_tensor(gather.call(own, n, name, 0, std::nullopt));
+  auto parts = all.chunk(n);
+  if (slices)
+    for (auto& part : parts) part = part.chunk(n)[group->getRank()];
+  return parts;
+}
+
+// The part where the peers can read it: it is elsewhere if it was claimed before they were known,
+// or if they use other lanes.
+const uint8_t* in_arena(const Site& site, const Tensor& own) {
+  auto data = static_cast<const uint8_t*>(own.const_data_ptr());
+  return site.arena->has(data) ? data : site.arena->copied(data, own.nbytes());
+}
+
+}  // namespace
+
+namespace fcoll::compiled {
+
+Tensor claim(std::string group_name, int64_t lane, at::IntArrayRef size, at::IntArrayRef stride,
+             at::ScalarType dtype, at::Device device) {
+  Site site = site_of(served::group_named(group_name));
+  if (!site.group) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+  size_t bytes = c10::elementSize(dtype);
+  for (auto s : size) bytes *= s;
+  uint8_t* data = guarded([&] { return site.arena->claim(lane, bytes); });
+  if (!data) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+  return tensor_at(data, site.arena->memory(site.group->rank()), size, stride, dtype);
+}
+
+std::vector<Tensor> meet(const Tensor& own, std::string collective, std::string reduce_op,
+                         std::string group_name, int64_t dim) {
+  Reads reads = READS.at(collective);
+  Site site = connected(group_name);
+  if (!site.group) return by_process_group(own, reads.slices, group_name);
+  std::vector<uint8_t*> parts;
+  bool stay = guarded([&] {
+    return site.arena->meet(Signed(own, collective, reduce_op, dim).call, in_arena(site, own), parts);
+  });
+  return tensors_of(site, own, reads.slices, parts, stay);
+}
+
+// Between the two halves the announced tensor says where this rank's part is.
+Tensor announce(const Tensor& own, std::string collective, std::string reduce_op,
+                std::string group_name, int64_t dim) {
+  Tensor token = at::empty({1}, own.options().dtype(at::kLong));
+  Site site = connected(group_name);
+  if (!site.group) return token;
+  guarded([&] {
+    const uint8_t* mine = in_arena(site, own);
+    site.arena->announce(Signed(own, collective, reduce_op, dim).call, mine);
+    *token.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(mine);
+  });
+  return token;
+}
+
+std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string collective,
+                            std::string group_name) {
+  bool slices = READS.at(collective).slices;
+  Site site = site_of(served::group_named(group_name));
+  if (!site.group) return by_process_group(own, slices, group_name);
+  std::vector<uint8_t*> parts;
+  auto mine = reinterpret_cast<const uint8_t*>(*token.const_data_ptr<int64_t>());
+  bool stay = guarded([&] { return site.arena->collect(mine, parts); });
+  return tensors_of(site, own, slices, parts, stay);
+}
+
+Tensor meet_and_reduce(const Tensor& own, std::string collective, std::string reduce_op,
+                       std::string group_name, int64_t dim) {
+  auto parts = meet(own, collective, reduce_op, group_name, dim);
+  Tensor out = at::empty(parts[0].sizes(), own.options());
+  std::vector<const void*> data;
+  for (const auto& part : parts) data.push_back(part.const_data_ptr());
+  reduce(out.mutable_data_ptr(), data.data(), data.size(), out.numel(), type_of(own),
+         op_of(reduce_op));
+  return out;
+}
+
+Tensor symmetric_empty(std::string group_name, int64_t alloc_id, at::IntArrayRef size,
+                       at::IntArrayRef stride, at::ScalarType dtype, at::Device device) {
+  return c10d::symmetric_memory::empty_strided_p2p(
+      size, stride, dtype, device, group_name,
+      alloc_id < 0 ? std::nullopt : std::optional<uint64_t>(alloc_id));
+}
+
+}  // namespace fcoll::compiled
+
+using namespace fcoll::compiled;
+
+namespace {
+
+// cpp_wrapper passes lists of SymInts, whatever is in them.
+template <auto allocate>
+Tensor allocates(std::string group_name, int64_t which, c10::SymIntArrayRef size,
+                 c10::SymIntArrayRef stride, at::ScalarType dtype, at::Device device) {
+  return allocate(group_name, which, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                  dtype, device);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fcoll_native, m) {
+  m.def("claim(str group_name, int lane, SymInt[] size, SymInt[] stride, ScalarType dtype,"
+        " Device device) -> Tensor");
+  m.def("symmetric_empty(str group_name, int alloc_id, SymInt[] size, SymInt[] stride,"
+        " ScalarType dtype, Device device) -> Tensor");
+  m.def("meet(Tensor own, str collective, str reduce_op, str group_name, int dim) -> Tensor[]");
+  m.def("announce(Tensor own, str collective, str reduce_op, str group_name, int dim) -> Tensor");
+  m.def("collect(Tensor token, Tensor own, str collective, str group_name) -> Tensor[]");
+  m.def("meet_and_reduce(Tensor own, str collective, str reduce_op, str group_name, int dim)"
+        " -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(fcoll_native, CompositeExplicitAutograd, m) {
+  // They have no tensor that would say which backend's they are.
+  m.impl("claim", TORCH_FN(allocates<claim>));
+  m.impl("symmetric_empty", TORCH_FN(allocates<symmetric_empty>));
+}
+
+TORCH_LIBRARY_IMPL(fcoll_native, CPU, m) {
+  m.impl("meet", TORCH_FN(meet));
+  m.impl("announce", TORCH_FN(announce));
+  m.impl("collect", TORCH_FN(collect));
+  m.impl("meet_and_reduce", TORCH_FN(meet_and_reduce));
+}

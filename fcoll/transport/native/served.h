@@ -1,0 +1,61 @@
+// The core's collectives on torch tensors: a tensor in, a new one out.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core.h"
+
+namespace fcoll::served {
+
+using at::Tensor;
+using GroupPtr = std::shared_ptr<Group>;
+
+// -- groups by handle and by name -----------------------------------------------------------------
+
+GroupPtr group_of(int64_t handle);
+// Null if the name stands for no process group with shared memory now, or for another than this one.
+GroupPtr group_named(const std::string& name, const void* process_group = nullptr);
+std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s);
+std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
+                       at::IntArrayRef tokens);
+void bind_group(const std::string& name, int64_t handle);
+void close_group(int64_t handle);
+
+// -- collectives ----------------------------------------------------------------------------------
+//
+// Arguments need no check before: where a call is not plainly served there is no tensor in its
+// result, nothing has been sent, and the process group's kernel checks it and takes it.
+
+struct Result {
+  Tensor out;
+  bool under_way = false;  // a Finish is registered for out, which wait_tensor finds
+};
+
+Result all_reduce(const GroupPtr&, const Tensor& x, Op, bool grad_is_identity = false);
+Result all_gather(const GroupPtr&, const Tensor& x, int64_t dim);
+Result reduce_scatter(const GroupPtr&, const Tensor& x, Op, int64_t dim);
+Result broadcast(const GroupPtr&, const Tensor& x, int64_t src);
+// Splits are in rows; none at all are equal ones.
+Result all_to_all(const GroupPtr&, const Tensor& x, at::IntArrayRef out_splits,
+                  at::IntArrayRef in_splits);
+
+// One message for each dtype, complete on return; an empty list where not served.
+std::vector<Tensor> all_reduce_coalesced(const GroupPtr&, const std::vector<Tensor>&, Op,
+                                         bool grad_is_identity = false);
+std::vector<Tensor> all_gather_coalesced(const GroupPtr&, const std::vector<Tensor>&);
+std::vector<Tensor> reduce_scatter_coalesced(const GroupPtr&, const std::vector<Tensor>&, Op);
+
+// The core's all_to_all on contiguous tensors, with splits as above.
+void exchange(Group&, const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
+              at::IntArrayRef in_splits, const Signature&);
+
+// What the ranks compare of a call that Python makes: the row's name, its tensors, the facts in the
+// order of Facts (signature.h), and more numbers (sizes, dims, a permutation).
+Signature signature_of(c10::string_view row, at::TensorList, at::IntArrayRef facts,
+                       at::IntArrayRef more);
+
+}  // namespace fcoll::served

@@ -1,0 +1,342 @@
+// The core as torch ops. `fcoll_native::*` are its primitives on tensors; the kernels of `fcoll::*`
+// for CPU tensors take this path where the group has one and call `fcoll_pg::*`, the process
+// group's, where not.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/distributed/c10d/Functional.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/library.h>
+
+#include <ATen/ops/empty.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+
+#include "core.h"
+#include "served.h"
+#include "signature.h"
+#include "tensors.h"
+
+namespace {
+
+namespace served = fcoll::served;
+using at::Tensor;
+using fcoll::Op;
+using fcoll::served::group_named;
+using fcoll::served::group_of;
+using fcoll::served::GroupPtr;
+using fcoll::served::Result;
+using namespace fcoll::tensors;
+using string = c10::string_view;
+
+// -- primitives: contiguous tensors, complete on return -------------------------------------------
+
+// The signature of the call that a primitive is made for, in a tensor; an empty one is none.
+Tensor sign_call(string row, at::TensorList xs, at::IntArrayRef facts, at::IntArrayRef more) {
+  fcoll::Signature s = served::signature_of(row, xs, facts, more);
+  Tensor made = at::empty({sizeof s / sizeof(int64_t)}, at::kLong);
+  std::memcpy(made.mutable_data_ptr(), &s, sizeof s);
+  return made;
+}
+
+fcoll::Signature signature_in(const Tensor& given) {
+  fcoll::Signature s;
+  if (given.numel()) std::memcpy(&s, given.const_data_ptr(), sizeof s);
+  return s;
+}
+
+void all_reduce_(const Tensor& buf, const std::string& op, int64_t handle, const Tensor& signature) {
+  auto g = group_of(handle);
+  guarded([&] {
+    g->all_reduce(buf.const_data_ptr(), buf.mutable_data_ptr(), buf.numel(), type_of(buf), op_of(op),
+                  signature_in(signature));
+  });
+}
+
+void all_gather_(const Tensor& out, const Tensor& x, int64_t handle, const Tensor& signature) {
+  auto g = group_of(handle);
+  guarded([&] {
+    g->all_gather(x.const_data_ptr(), out.mutable_data_ptr(), x.nbytes(), signature_in(signature));
+  });
+}
+
+void reduce_scatter_(const Tensor& out, const Tensor& x, const std::string& op, int64_t handle,
+                     const Tensor& signature) {
+  auto g = group_of(handle);
+  guarded([&] {
+    g->reduce_scatter(x.const_data_ptr(), out.mutable_data_ptr(), out.numel(), type_of(x), op_of(op),
+                      signature_in(signature));
+  });
+}
+
+void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
+               at::IntArrayRef in_splits, int64_t handle, const Tensor& signature) {
+  served::exchange(*group_of(handle), out, x, out_splits, in_splits, signature_in(signature));
+}
+
+void broadcast_(const Tensor& buf, int64_t src, int64_t handle, const Tensor& signature) {
+  auto g = group_of(handle);
+  guarded([&] {
+    g->broadcast(buf.mutable_data_ptr(), buf.nbytes(), src, signature_in(signature));
+  });
+}
+
+void barrier(int64_t handle) {
+  auto g = group_of(handle);
+  guarded([&] { g->barrier(); });
+}
+
+double round_trip_ns(int64_t peer, int64_t handle) {
+  auto g = group_of(handle);
+  return guarded([&] { return g->round_trip_ns(peer); });
+}
+
+// -- fcoll::* on CPU tensors ------------------------------------------------------------------------
+//
+// Each falls back to the process group's kernel, which also checks its arguments, for whatever is
+// not plainly served here.
+
+using Sizes = at::OptionalSymIntArrayRef;
+
+template <class... Args>
+Tensor by_process_group(const char* name, const Args&... args) {
+  static thread_local std::unordered_map<const char*, c10::OperatorHandle> known;
+  auto found = known.find(name);
+  if (found == known.end())
+    found = known.emplace(name, c10::Dispatcher::singleton().findSchemaOrThrow(name, "")).first;
+  return found->second.typed<Tensor(Args...)>().call(args...);
+}
+
+// The result if the group has shared memory and it serves the call, else none.
+template <class Serve>
+Tensor served_on(string group_name, Serve serve) {
+  auto g = group_named(std::string(group_name));
+  return g ? serve(g).out : Tensor();
+}
+
+template <class Serve>
+Tensor reduced_on(string group_name, string reduce_op, Serve serve) {
+  auto op = OPS.find(std::string(reduce_op));
+  if (op == OPS.end()) return {};
+  return served_on(group_name, [&](const GroupPtr& g) { return serve(g, op->second); });
+}
+
+Tensor all_reduce(const Tensor& input, string reduce_op, string group_name, string grad) {
+  bool known = grad == "sum" || grad == "identity";
+  Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
+    return known ? served::all_reduce(g, input, op, grad == "identity") : Result();
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_reduce", input, reduce_op, group_name, grad);
+}
+
+Tensor all_gather_into_tensor(const Tensor& input, int64_t group_size, string group_name,
+                              int64_t dim, Sizes sizes) {
+  Tensor out = served_on(group_name, [&](const GroupPtr& g) {
+    bool even = g->size() == group_size && !sizes;
+    return even ? served::all_gather(g, input, dim) : Result();
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_gather_into_tensor", input, group_size,
+                                         group_name, dim, sizes);
+}
+
+Tensor reduce_scatter_tensor(const Tensor& input, string reduce_op, int64_t group_size,
+                             string group_name, int64_t dim, Sizes sizes) {
+  Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
+    bool even = g->size() == group_size && !sizes;
+    return even ? served::reduce_scatter(g, input, op, dim) : Result();
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::reduce_scatter_tensor", input, reduce_op,
+                                         group_size, group_name, dim, sizes);
+}
+
+Tensor broadcast(const Tensor& input, int64_t src, string group_name) {
+  Tensor out = served_on(
+      group_name, [&](const GroupPtr& g) { return served::broadcast(g, input, src); });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::broadcast", input, src, group_name);
+}
+
+// Sizes as plain numbers: there are no others where a kernel runs.
+std::vector<int64_t> numbers(c10::SymIntArrayRef sizes) {
+  std::vector<int64_t> v;
+  for (const auto& s : sizes) v.push_back(s.expect_int());
+  return v;
+}
+
+// No splits at all would be even ones to the core: where they are given, they are never none.
+Result all_to_all_with(const GroupPtr& g, const Tensor& input, c10::SymIntArrayRef out_splits,
+                       c10::SymIntArrayRef in_splits) {
+  if (out_splits.empty() || in_splits.empty()) return {};
+  return served::all_to_all(g, input, numbers(out_splits), numbers(in_splits));
+}
+
+Tensor all_to_all_single(const Tensor& input, c10::SymIntArrayRef out_splits,
+                         c10::SymIntArrayRef in_splits, string group_name) {
+  Tensor out = served_on(group_name, [&](const GroupPtr& g) {
+    return all_to_all_with(g, input, out_splits, in_splits);
+  });
+  if (out.defined()) return out;
+  return by_process_group<const Tensor&>("fcoll_pg::all_to_all_single", input, out_splits,
+                                         in_splits, group_name);
+}
+
+// -- _c10d_functional::* on CPU tensors, while fcoll.accelerate_c10d() is in force -----------------
+
+std::string name_given(const c10::IValue& given) {
+  return given.isString() ? given.toStringRef()
+                          : given.toCustomClass<c10d::ProcessGroup>()->getGroupName();
+}
+
+// A group as torch's ops are given it, a name or an object; connected if this is its first use.
+GroupPtr group_given(const c10::IValue& given) {
+  std::string name = name_given(given);
+  if (auto known = group_named(name)) return known;
+  static auto connect = c10::Dispatcher::singleton()
+                            .findSchemaOrThrow("fcoll_pg::connect", "")
+                            .typed<bool(string)>();
+  return connect.call(name) ? group_named(name) : nullptr;
+}
+
+Tensor c10d_all_reduce(const Tensor& input, std::string op, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::all_reduce(input, op, name_given(group));
+  return all_reduce(input, op, name_given(group), "sum");
+}
+
+Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& group) {
+  auto g = group_given(group);
+  auto found = OPS.find(op);
+  if (!g || found == OPS.end() || !reduces(input, found->second) || !input.is_contiguous())
+    return c10d::all_reduce_(input, op, name_given(group));
+  auto s = sign("all_reduce", input, {.op = int64_t(found->second)});
+  guarded([&] {
+    g->all_reduce(input.const_data_ptr(), input.mutable_data_ptr(), input.numel(), type_of(input),
+                  found->second, s);
+  });
+  return input;
+}
+
+Tensor c10d_all_gather(const Tensor& input, int64_t n, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::all_gather_into_tensor(input, n, name_given(group));
+  return all_gather_into_tensor(input, n, name_given(group), 0, std::nullopt);
+}
+
+Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& group, Tensor& out) {
+  auto g = group_given(group);
+  if (!g || g->size() != n || !input.is_contiguous() || !out.is_contiguous() ||
+      out.numel() != input.numel() * n || out.scalar_type() != input.scalar_type())
+    return c10d::all_gather_into_tensor_out(input, n, name_given(group), out);
+  auto s = sign("all_gather_into_tensor", input, {.dim = 0});
+  guarded([&] { g->all_gather(input.const_data_ptr(), out.mutable_data_ptr(), input.nbytes(), s); });
+  return out;
+}
+
+Tensor c10d_reduce_scatter(const Tensor& input, std::string op, int64_t n, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::reduce_scatter_tensor(input, op, n, name_given(group));
+  return reduce_scatter_tensor(input, op, n, name_given(group), 0, std::nullopt);
+}
+
+Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (!g) return c10d::broadcast(input, src, name_given(group));
+  return broadcast(input, src, name_given(group));
+}
+
+Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
+                       c10::SymIntArrayRef in_splits, const c10::IValue& group) {
+  auto g = group_given(group);
+  if (g && int(out_splits.size()) == g->size() && out_splits.size() == in_splits.size())
+    TORCH_CHECK_VALUE(out_splits[g->rank()] == in_splits[g->rank()], "all_to_all_single: rank ",
+                      g->rank(), " sends itself ", in_splits[g->rank()], " rows and expects ",
+                      out_splits[g->rank()]);
+  Tensor out = g ? all_to_all_with(g, input, out_splits, in_splits).out : Tensor();
+  return out.defined() ? out
+                       : c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
+}
+
+std::unique_ptr<torch::Library> accelerated;
+
+void accelerate(bool on) {
+  accelerated.reset();
+  if (!on) return;
+  accelerated = std::make_unique<torch::Library>(torch::Library::IMPL, "_c10d_functional",
+                                                 c10::DispatchKey::CPU, "fcoll", 0);
+  accelerated->impl("all_reduce", &c10d_all_reduce);
+  accelerated->impl("all_reduce_", &c10d_all_reduce_);
+  accelerated->impl("all_gather_into_tensor", &c10d_all_gather);
+  accelerated->impl("all_gather_into_tensor_out", &c10d_all_gather_out);
+  accelerated->impl("reduce_scatter_tensor", &c10d_reduce_scatter);
+  accelerated->impl("broadcast", &c10d_broadcast);
+  accelerated->impl("all_to_all_single", &c10d_all_to_all);
+}
+
+// -- loops for benchmarks: no Python between two calls ------------------------------------------------
+
+std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor& out, int64_t rounds,
+                         int64_t handle) {
+  using namespace std::chrono;
+  auto g = group_of(handle);
+  std::vector<double> us(rounds);
+  size_t n = g->size(), bytes = in.nbytes();
+  std::vector<size_t> parts(n, bytes / n);
+  for (auto& t : us) {
+    auto start = steady_clock::now();
+    guarded([&] {
+      const void* from = in.const_data_ptr();
+      void* to = out.mutable_data_ptr();
+      if (kind == "all_reduce") g->all_reduce(from, to, in.numel(), type_of(in), Op::sum);
+      else if (kind == "all_gather") g->all_gather(from, to, bytes);
+      else if (kind == "reduce_scatter") g->reduce_scatter(from, to, out.numel(), type_of(in), Op::sum);
+      else if (kind == "all_to_all") g->all_to_all(from, to, parts.data(), parts.data(), 1);
+      else if (kind == "broadcast") g->broadcast(to, bytes, 0);
+      else g->barrier();
+    });
+    t = duration<double, std::micro>(steady_clock::now() - start).count();
+  }
+  return us;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fcoll_native, m) {
+  m.def("open(int rank, int n, float timeout_s) -> int[]", &served::open_group);
+  m.def("join(int handle, int[] pids, int[] fds, int[] tokens) -> str", &served::join_group);
+  m.def("bind(str name, int handle) -> ()", &served::bind_group);
+  m.def("close(int handle) -> ()", &served::close_group);
+  m.def("barrier(int handle) -> ()", &barrier);
+  m.def("round_trip_ns(int peer, int handle) -> float", &round_trip_ns);
+  // The kernels of fcoll::* again, for callers that know that autograd and modes have no part in it.
+  m.def("all_reduce(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
+        &all_reduce);
+  m.def("all_gather_into_tensor(Tensor input, int group_size, str group_name, int dim=0,"
+        " SymInt[]? sizes=None) -> Tensor", &all_gather_into_tensor);
+  m.def("reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
+        " SymInt[]? sizes=None) -> Tensor", &reduce_scatter_tensor);
+  m.def("broadcast(Tensor input, int src, str group_name) -> Tensor", &broadcast);
+  m.def("all_to_all_single(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes,"
+        " str group_name) -> Tensor", &all_to_all_single);
+  m.def("sign(str row, Tensor[] tensors, int[] facts, int[] more) -> Tensor", &sign_call);
+  m.def("all_reduce_(Tensor(a!) buf, str op, int handle, Tensor signature) -> ()", &all_reduce_);
+  m.def("all_gather_(Tensor(a!) out, Tensor x, int handle, Tensor signature) -> ()", &all_gather_);
+  m.def("reduce_scatter_(Tensor(a!) out, Tensor x, str op, int handle, Tensor signature) -> ()",
+        &reduce_scatter_);
+  m.def("exchange_(Tensor(a!) out, Tensor x, int[] out_splits, int[] in_splits, int handle,"
+        " Tensor signature) -> ()", &exchange_);
+  m.def("broadcast_(Tensor(a!) buf, int src, int handle, Tensor signature) -> ()", &broadcast_);
+  m.def("accelerate(bool on) -> ()", &accelerate);
+  m.def("loop(str kind, Tensor input, Tensor(a!) out, int rounds, int handle) -> float[]", &loop);
+}
+
+TORCH_LIBRARY_IMPL(fcoll, CPU, m) {
+  m.impl("all_reduce", &all_reduce);
+  m.impl("all_gather_into_tensor", &all_gather_into_tensor);
+  m.impl("reduce_scatter_tensor", &reduce_scatter_tensor);
+  m.impl("broadcast", &broadcast);
+  m.impl("all_to_all_single", &all_to_all_single);
+}

@@ -1,0 +1,181 @@
+"""Comm buffers and the nodes that read them: what a collective is to Inductor's scheduler.
+
+A *comm buffer* is memory of the group's arena (``fcoll/transport/native/arena.h``), one place of
+one lane: the kernel that computes this rank's part of a collective writes it there, and the peers
+read it there. It is claimed by an operation of its own, ``ClaimKernel``, over whose result the
+producer's buffer is a view; so it belongs to no pool of Inductor's, whatever the wrapper.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from fcoll.transport.native.build import has_fast_path
+from inductor_ext._torch import V, ir, is_generated, is_view, reads_of
+from inductor_ext.lowered import note
+from inductor_ext.state import current, in_order
+from inductor_ext.stock.inductor import last_kernel
+
+_native = torch.ops.fcoll_native
+
+# What generated code says to have the extension's functions.
+_IMPORT = "from fcoll.transport.native.build import fast as fcoll_fast"
+
+
+class ArenaKernel(ir.FallbackKernel):
+    """A call of an op of the arena (``fcoll/transport/native/compiled.h``).
+
+    In a Python wrapper it is one of the extension's functions instead, where there is one: 1 us
+    less a call than through torch.ops, and errors are of fcoll's classes.
+    """
+
+    note: str | None = None
+
+    def codegen(self, wrapper: Any) -> None:
+        if self.note:
+            wrapper.writeline(wrapper.comment + self.note)
+        if V.graph.cpp_wrapper or not has_fast_path():
+            return super().codegen(wrapper)
+        wrapper.add_import_once(_IMPORT)
+        name = self.op_overload._schema.name.partition("::")[2]
+        args = [*(x.codegen_reference() for x in self.inputs), *self.constants(wrapper)]
+        wrapper.writeline(f"{self.get_name()} = fcoll_fast.{name}({', '.join(args)})")
+
+    def constants(self, wrapper: Any) -> list[str]:
+        """The arguments that are no tensors, as code."""
+        return [repr(arg) for arg in self.constant_args]
+
+
+class ClaimKernel(ArenaKernel):
+    """The claim of a comm buffer. Its lane is chosen when the code is written: only then is it
+    known which of the parts before it have been read."""
+
+    parts: Sequence[str]  # names of the buffers through which it is read
+
+    def codegen(self, wrapper: Any) -> None:
+        lanes = current().lanes
+        lane = next(i for i in range(len(lanes) + 1) if _is_free(lanes.get(i)))
+        lanes[lane] = self
+        group_name, _, *rest = self.constant_args  # type: ignore[has-type]
+        self.constant_args = (group_name, lane, *rest)
+        super().codegen(wrapper)
+
+    def constants(self, wrapper: Any) -> list[str]:
+        group_name, lane, *_ = self.constant_args
+        layout = self.outputs[0].layout
+        shapes = [wrapper.codegen_shape_tuple(shape) for shape in (layout.size, layout.stride)]
+        return [repr(group_name), str(lane), *shapes, str(layout.dtype)]
+
+
+def _is_free(claimed: ClaimKernel | None) -> bool:
+    """Has all that reads what was last in the lane been generated?"""
+    if claimed is None:
+        return True
+    return all(is_generated(op) for name in claimed.parts for op in reads_of(name))
+
+
+def realize_as_comm_buffer(x: ir.TensorBox, group_name: str) -> tuple[ir.TensorBox, ClaimKernel]:
+    """x as contiguous memory of the arena, and the claim of that memory.
+
+    If nothing else uses x, its producer writes there; else it is copied there.
+    """
+    node = V.graph.current_node.args[0]
+    own, buffer, claim = _write_into(x, node, ClaimKernel, _native.claim.default, group_name, 0)
+    claim.parts = [buffer.get_name()]
+    return own, claim
+
+
+def realize_as_symmetric_memory(
+    x: ir.TensorBox, node: torch.fx.Node, group_name: str
+) -> ir.TensorBox:
+    """x as contiguous memory of torch's symmetric memory, the same at every call of the graph."""
+    static = all(isinstance(s, (int, sympy.Integer)) for s in x.get_size())
+    alloc_id = random.getrandbits(62) if static else -1  # not by name: graphs are cached on disk
+    op = _native.symmetric_empty.default
+    own, _, _ = _write_into(x, node, ir.FallbackKernel, op, group_name, alloc_id)
+    return own
+
+
+def _write_into(
+    x: ir.TensorBox, node: torch.fx.Node, kernel: Any, op: Any, group_name: str, which: int
+) -> tuple[ir.TensorBox, Any, Any]:
+    """x in memory that a call of ``op`` gives; the buffer that it is, and the call."""
+    if not can_realize_as_comm_buffer(x, node):
+        x = ir.ExternKernel.copy_input(x)
+    buffer = _buffer_of(x)
+    layout = _contiguous(buffer.layout, buffer.layout.size)
+    args = (layout.size, layout.stride, layout.dtype, layout.device)
+    memory = kernel.create(op, group_name, which, *args)
+    memory.skip_size_stride_alignment_checks = True
+    box = ir.StorageBox(memory)
+    buffer.layout = ir.NonOwningLayout(ir.ReinterpretView(data=box, layout=layout))
+    V.graph.additional_star_deps[buffer.get_operation_name()].add(memory.get_name())
+    V.graph.never_reuse_buffers.update((memory.get_name(), buffer.get_name()))
+    own = ir.ReinterpretView(data=ir.StorageBox(buffer), layout=_contiguous(layout, x.get_size()))
+    return ir.TensorBox(own), buffer, memory.inputs[0]
+
+
+def can_realize_as_comm_buffer(x: ir.TensorBox, node: torch.fx.Node) -> bool:
+    """Can the producer of x, which is the value of ``node``, write its result elsewhere, and is
+    all of it, in order, x?"""
+    x.realize()
+    if not _used_once(node):
+        return False
+    buffer = _buffer_of(x)
+    writes_out = isinstance(buffer, (ir.ComputedBuffer, ir.ExternKernelOut))
+    owned = type(buffer.layout) in (ir.FlexibleLayout, ir.FixedLayout)
+    if not (writes_out and owned) or buffer.get_name() in V.graph.never_reuse_buffers:
+        return False
+    whole = V.graph.sizevars.statically_known_equals(x.get_numel(), buffer.get_numel())
+    return whole and _is_contiguous(buffer.layout) and _is_contiguous(x.get_layout())
+
+
+def _used_once(node: torch.fx.Node) -> bool:
+    """Is the value, and are all those it is a view of, used by one node only?"""
+    while len(node.users) == 1:
+        if node.op != "call_function" or not is_view(node.target):
+            return node.op == "call_function"
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _buffer_of(x: ir.TensorBox) -> Any:
+    node = x.data
+    while not isinstance(node, ir.Buffer):
+        node = node.unwrap_view() if isinstance(node, ir.BaseView) else node.data
+    return node
+
+
+def _contiguous(layout: Any, size: Sequence[Any]) -> ir.FixedLayout:
+    stride = ir.FlexibleLayout.contiguous_strides(size)
+    return ir.FixedLayout(layout.device, layout.dtype, size, stride)
+
+
+def _is_contiguous(layout: Any) -> bool:
+    if isinstance(layout, ir.FlexibleLayout):
+        stride = layout.stride
+        return list(stride) == list(ir.FlexibleLayout.contiguous_strides(layout.size))
+    return layout.is_contiguous() and layout.offset == 0
+
+
+def extern(op: Any, *args: Any) -> Any:
+    """A call of an op of the arena, in the order of the graph's collectives."""
+    out = ArenaKernel.create(op, *args)
+    made = last_kernel(ArenaKernel)
+    made.note = note(V.graph.current_node)
+    in_order(made)
+    return out
+
+
+def parts_of(outputs: Sequence[Any], claim: ClaimKernel) -> list[ir.TensorBox]:
+    """The ranks' parts as loads. Nothing may be written over them: they are other ranks' memory."""
+    for output in outputs:
+        output.skip_size_stride_alignment_checks = True
+        V.graph.never_reuse_buffers.add(output.get_name())
+    claim.parts = [*claim.parts, *(output.get_name() for output in outputs)]
+    return [ir.TensorBox.create(output) for output in outputs]

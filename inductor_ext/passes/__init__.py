@@ -1,0 +1,1 @@
+"""Rewrites of a graph's collectives before Inductor lowers it: ``pipeline.PASSES``, in order."""

@@ -1,0 +1,36 @@
+"""What the lowerings of one graph tell one another while Inductor lowers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from inductor_ext._torch import V
+
+
+@dataclass
+class Lowering:
+    """The state of the graph that is being lowered, or whose code is being written."""
+
+    #: Token -> the collective that was announced with it and has not been collected yet.
+    announced: dict[str, Any] = field(default_factory=dict)
+    #: Results that have a wait in the graph but are complete without it.
+    complete: set[str] = field(default_factory=set)
+    #: Lane of the arena -> the claim that used it last.
+    lanes: dict[int, Any] = field(default_factory=dict)
+    #: The operation that the next collective must come after.
+    last_in_order: str | None = None
+
+
+def current() -> Lowering:
+    """The state of the graph at hand. An attribute of it, so that both go together: the state has
+    nodes of the graph, and a table of weak references to graphs would keep them alive."""
+    return vars(V.graph).setdefault("fcoll", Lowering())
+
+
+def in_order(operation: Any) -> None:
+    """Keep an operation of the graph at hand after the last one so marked."""
+    state = current()
+    if state.last_in_order is not None:
+        V.graph.additional_buffer_deps[operation.get_operation_name()].add(state.last_in_order)
+    state.last_in_order = operation.get_name()

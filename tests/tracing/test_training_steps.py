@@ -1,0 +1,253 @@
+"""Steps that run their own backward pass and optimizer, in the ways that people write them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fcoll
+from fcoll.errors import UntraceableDDP
+
+Step = Callable[[torch.Tensor], Any]
+
+
+def plain(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def gradients_zeroed(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad(set_to_none=False)
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+def accumulated(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    total = x.new_zeros(())
+    for part in x.split(1):
+        loss = model(part).sum() / 2
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, total
+
+
+def returns_logits(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    logits = model(x)
+    loss = logits.sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss, "logits": logits}
+
+
+def by_autograd_grad(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    loss = model(x).sum()
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss, parameters)
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = fcoll.all_reduce(grad, "avg")
+    optimizer.step()
+    return loss
+
+
+def one_of_two_losses(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    first, second = model(x).sum(), model(x * 2).square().sum()
+    first.backward()
+    return first, second
+
+
+def returns_nothing(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    plain(model, optimizer, x)
+
+
+STEPS = (
+    plain,
+    gradients_zeroed,
+    accumulated,
+    returns_logits,
+    by_autograd_grad,
+    one_of_two_losses,
+    returns_nothing,
+)
+
+
+def traced(step: Callable[..., Any], mode: str) -> fcoll.Trace:
+    """On a model whose gradients are averaged one by one as soon as they are there."""
+    with fcoll.fake_world(dp=2) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def average(p: torch.Tensor) -> None:
+            p.grad = fcoll.all_reduce(p.grad, "avg", mesh)
+
+        for p in model.parameters() if step is not by_autograd_grad else ():
+            p.register_post_accumulate_grad_hook(average)
+        found = fcoll.trace(lambda x: step(model, optimizer, x), torch.ones(2, 4), mode=mode)
+        assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["joint", "forward"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_ran_its_backward_has_run_it(step, mode):
+    found = traced(step, mode)
+    times = 2 if step is accumulated else 1
+    assert Counter((c.op, c.phase) for c in found.collectives) == {("all_reduce", "bwd"): 4 * times}
+    assert not found.notes
+
+
+@pytest.mark.parametrize("step", [plain, accumulated, by_autograd_grad])
+def test_compiled(step):
+    times = 2 if step is accumulated else 1
+    assert len(traced(step, "compiled").collectives) == 4 * times
+
+
+def test_compiled_as_often_as_one_likes():
+    """Dynamo does not compile a function again that it has compiled for too many backends."""
+    small = nn.Linear(2, 2)
+
+    def average(p):
+        p.grad = fcoll.all_reduce(p.grad, "avg")
+
+    for p in small.parameters():
+        p.register_post_accumulate_grad_hook(average)
+    with torch._dynamo.config.patch(recompile_limit=1), fcoll.fake_world(dp=2):
+        for _ in range(3):
+            t = fcoll.trace(lambda x: small(x).sum().backward(), torch.ones(1, 2), mode="compiled")
+            assert len(t.collectives) == 2
+
+
+def test_a_step_that_runs_no_backward_has_one_run():
+    found = traced(lambda model, optimizer, x: model(x).sum(), "joint")
+    assert [c.phase for c in found.collectives] == ["bwd"] * 4
+
+
+def test_gradients_that_are_differentiated_are_forward():
+    """A penalty on gradients: its own backward pass is still to be run."""
+
+    def penalty(model, optimizer, x):
+        x = x.detach().requires_grad_()
+        loss = model(x).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.norm()
+
+    assert len(traced(penalty, "joint").collectives) == 4
+
+
+def sharded(mesh: Any, device: str = "cpu") -> nn.Module:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fully_shard_with_clipping_and_adamw(device):
+    with fcoll.fake_world(dp=4) as mesh:
+        model = sharded(mesh, device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        printed = []
+
+        def step(x):
+            loss = model(x).sum()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            printed.append(f"loss {loss.item():.3f} norm {norm.item():.2f} {norm}")
+            return loss
+
+        first = fcoll.trace(step, torch.ones(2, 8, device=device))
+        again = fcoll.trace(step, torch.ones(2, 8, device=device))
+    assert len(printed) == 2 and first.collectives == again.collectives
+    kinds = Counter((c.op.removesuffix("_out"), c.phase) for c in first.collectives)
+    assert kinds == {
+        ("all_gather_into_tensor", "fwd"): 2,
+        ("all_gather_into_tensor", "bwd"): 2,
+        ("reduce_scatter_tensor", "bwd"): 2,
+        ("all_reduce", "bwd"): 1,
+    }
+    # the last reduce-scatter is started after all nodes of the backward pass
+    assert {c.source.rpartition(":")[0] for c in first.collectives} == {
+        "tests/tracing/test_training_steps.py"
+    }
+
+
+def test_fully_shard_is_afterwards_what_it_was():
+    """Also after a step that stops between its passes, with parameters gathered."""
+    with fcoll.fake_world(dp=4) as mesh:
+        model = sharded(mesh)
+        before = [(p, p.to_local().clone()) for p in model.parameters()]
+
+        def step(x, stop=False):
+            loss = model(x).sum()
+            if stop:
+                raise KeyError("stop")
+            loss.backward()
+
+        whole = fcoll.trace(step, torch.ones(2, 8)).collectives
+        with pytest.raises(KeyError):
+            fcoll.trace(step, torch.ones(2, 8), stop=True)
+        for (p, value), now in zip(before, model.parameters(), strict=True):
+            assert now is p and torch.equal(now.to_local(), value) and now.grad is None
+        assert fcoll.trace(step, torch.ones(2, 8)).collectives == whole
+
+
+# -- torch's DDP ---
+
+
+def test_ddp_is_said_not_to_be_traced():
+    with fcoll.fake_world(dp=4):
+        model = DistributedDataParallel(nn.Linear(4, 4))
+
+        def step(x):
+            loss = model(x).sum()  # here
+            loss.backward()
+            return loss
+
+        here = step.__code__.co_firstlineno + 1
+        with pytest.raises(UntraceableDDP, match="fully_shard.*all_reduce") as raised:
+            fcoll.trace(step, torch.ones(2, 4))
+        assert f"test_training_steps.py:{here}," in str(raised.value)
+        with pytest.raises(UntraceableDDP):
+            fcoll.trace(lambda x: model(x).sum(), torch.ones(2, 4))  # whose backward we run
+        with pytest.raises(UntraceableDDP):
+            fcoll.trace(step, torch.ones(2, 4), mode="compiled")
+
+
+def test_ddp_on_meta_is_said_not_to_be_made():
+    with fcoll.fake_world(dp=4):
+        model = nn.Linear(4, 4, device="meta")
+        with pytest.raises(UntraceableDDP, match=r"test_training_steps.py:\d+"):
+            DistributedDataParallel(model)
+    assert "__init__" in vars(DistributedDataParallel)
+    assert DistributedDataParallel.__init__.__module__.startswith("torch.")
+
+
+def test_what_works_of_ddp_still_works():
+    """Its forward pass, and a backward pass that exchanges nothing."""
+    with fcoll.fake_world(dp=4):
+        model, other = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
+
+        def not_synced(x):
+            with other.no_sync():
+                other(x).sum().backward()
+
+        assert fcoll.trace(model, torch.ones(2, 4), mode="forward").collectives == ()
+        assert fcoll.trace(not_synced, torch.ones(2, 4)).collectives == ()
