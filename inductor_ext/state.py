@@ -16,8 +16,8 @@ class Lowering:
     announced: dict[str, Any] = field(default_factory=dict)
     #: Results that have a wait in the graph but are complete without it.
     complete: set[str] = field(default_factory=set)
-    #: Lane of the arena -> the claim that used it last.
-    lanes: dict[int, Any] = field(default_factory=dict)
+    #: Lane of the arena -> the graph and the claim that used it last; of the outermost graph.
+    lanes: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     #: The operation that the next collective must come after.
     last_in_order: str | None = None
 
@@ -25,7 +25,19 @@ class Lowering:
 def current() -> Lowering:
     """The state of the graph at hand. An attribute of it, so that both go together: the state has
     nodes of the graph, and a table of weak references to graphs would keep them alive."""
-    return vars(V.graph).setdefault("fcoll", Lowering())
+    return _state_of(V.graph)
+
+
+def lanes() -> dict[int, tuple[Any, Any]]:
+    """The lanes of the whole program: a graph and those that are nested in it run in turns."""
+    graph = V.graph
+    while (parent := getattr(graph, "parent", None)) is not None:
+        graph = parent
+    return _state_of(graph).lanes
+
+
+def _state_of(graph: Any) -> Lowering:
+    return vars(graph).setdefault("fcoll", Lowering())
 
 
 def in_order(operation: Any) -> None:

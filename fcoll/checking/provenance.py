@@ -248,8 +248,8 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
 
 
 def _pieces(x: Any, size: Any, dim: int = 0) -> list[Any]:
-    sizes = size if isinstance(size, list) else [size] * (x.shape[dim] // size)
-    return numpy.split(x, list(numpy.cumsum(sizes))[:-1], axis=dim)
+    even = range(size, x.shape[dim], size) if isinstance(size, int) else None
+    return numpy.split(x, even or list(numpy.cumsum(size))[:-1], axis=dim)
 
 
 _ON_TERMS: dict[str, Callable[..., Any]] = {

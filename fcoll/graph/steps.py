@@ -79,29 +79,34 @@ def input_bytes(graph_module: GraphModule) -> int:
 
 def sizes_of(graph_module: GraphModule) -> dict[str, int]:
     """The values that the symbols of a graph's shapes had in its trace: {"s0": 128}; of those that
-    only a run knows, the upper bounds. How many rows an exchange sends to and gets from each rank
-    has none: they are taken to be an even share."""
+    only a run knows, the upper bounds. How many rows an exchange sends to and gets from each rank,
+    and a gather from each, has none: all are taken to be the same."""
     sizes: dict[str, int] = {}
     for node in graph_module.graph.nodes:
         for x in _tensors(node):
             for size in x.shape:
                 sizes |= values_of(size)
     for node, row in collectives(graph_module.graph):
-        if row.name == "all_to_all_single":
-            sizes = _even_shares(node, sizes) | sizes
+        sizes = _even_shares(node, row.name, sizes) | sizes
     return sizes
 
 
-def _even_shares(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The symbols among an exchange's splits as if each were the same share of its rows."""
+def _even_shares(node: Node, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The symbols among a call's parts as if all ranks had the same: of an exchange the same share
+    of its rows, of a gather as many as this rank."""
     given = arguments(node)
-    splits = [x for name in SPLITS for x in given[name]]
+    if name == "all_to_all_single":
+        parts, dim, shares = [x for key in SPLITS for x in given[key]], 0, len(given[SPLITS[0]])
+    elif name == "all_gather_into_tensor":
+        parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
+    else:
+        return {}
+    symbols = [x for x in parts if isinstance(x, sympy.Symbol)]
     try:
-        rows = Hints(sizes)(given["input"].meta["val"].shape[0])
+        size = Hints(sizes)(given["input"].meta["val"].shape[dim]) if symbols else 0
     except MissingSize:
         return {}
-    symbols = [x for x in splits if isinstance(x, sympy.Symbol)]
-    return {str(x): rows * 2 // len(splits) for x in symbols}
+    return {str(x): size // shares for x in symbols}
 
 
 def _origin(node: Node) -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.debug as dtensor_debug
 from torch._C._distributed_c10d import FakeWork
 from torch._dynamo.decorators import skip as dynamo_skip
+from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -279,7 +280,8 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
     that are themselves to be differentiated, autograd.grad(create_graph=True)."""
 
     def run(roots: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kw: Any):
-        before(create_graph and not kw.get("accumulate_grad", True))
+        if TracingContext.try_get() is None:  # else AOTAutograd's, which makes a graph of it
+            before(create_graph and not kw.get("accumulate_grad", True))
         return _engine_run_backward(roots, grads, retain_graph, create_graph, *args, **kw)
 
     # Dynamo goes on in what the engine calls, as if this were torch's own function

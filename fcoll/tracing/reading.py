@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.utils._pytree import tree_iter
 
 from fcoll.source import is_library
 from fcoll.tracing import _torch
@@ -30,6 +31,7 @@ def reading(values: Values, is_written: Callable[[Tensor], bool]) -> Iterator[No
         SymInt: _of_symbols(SymInt, {"__int__": _plain_int, "__index__": _plain_int}),
         SymFloat: _of_symbols(SymFloat, {"__int__": _plain_int, "__float__": _plain_float}),
         SymBool: _of_symbols(SymBool, {}),
+        torch: {"tensor": _unless_symbols(torch.tensor)},
         math: {name: _unless_unknown(getattr(math, name)) for name in _MATH},
         json.JSONEncoder: {"default": _to_json(json.JSONEncoder.default)},
     }
@@ -54,7 +56,7 @@ def reading_compiled(values: Values) -> Iterator[None]:
     read = Tensor.item
     conversions = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}
     methods = {name: lambda x, to=to: to(x.item()) for name, to in conversions.items()}
-    methods |= {"item": item, "__format__": _formatted(Tensor.__format__)}
+    methods |= {"item": item, "tolist": _listed, "__format__": _formatted(Tensor.__format__)}
     outside = {name: torch.compiler.disable(fn) for name, fn in methods.items()}
     with active(values), _torch.replaced(Tensor, outside):
         yield
@@ -75,7 +77,7 @@ def _of_tensors(is_written: Callable[[Tensor], bool]) -> dict[str, Any]:
     def tolist(x: Tensor) -> Any:
         if isinstance(x, _torch.FakeTensor) or not is_written(x):
             return listed(x)
-        return x.item() if x.dim() == 0 else [part.tolist() for part in x]
+        return _listed(x)
 
     def truth(x: Tensor) -> bool:
         return _truth(x.item())
@@ -90,8 +92,8 @@ def _of_tensors(is_written: Callable[[Tensor], bool]) -> dict[str, Any]:
         if not isinstance(x, _torch.FakeTensor):
             return array(x, *args, **kwargs)
         dtype = numpy.dtype(str(x.dtype).removeprefix("torch."))
-        value = numpy.array(current().plain_float()).astype(dtype)
-        return numpy.broadcast_to(value, tuple(x.shape))
+        value = current().plain_float() if x.is_floating_point() else current().plain_int()
+        return numpy.broadcast_to(numpy.array(value).astype(dtype), tuple(x.shape))
 
     return {
         "item": item,
@@ -104,6 +106,10 @@ def _of_tensors(is_written: Callable[[Tensor], bool]) -> dict[str, Any]:
         "__index__": count,
         "__format__": _formatted(Tensor.__format__),
     }
+
+
+def _listed(x: Tensor) -> Any:
+    return x.item() if x.dim() == 0 else [_listed(part) for part in x]
 
 
 def _formatted(shown: Callable[[Tensor, str], str]) -> Callable[[Tensor, str], str]:
@@ -180,6 +186,25 @@ def _as_number(x: Any) -> Any:
     if isinstance(x, SymBool):
         return False
     return current().count if isinstance(x, SymInt) else current().number
+
+
+def _unless_symbols(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.tensor, which takes no symbols: torch.tensor([rows.shape[0]])."""
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        if not any(isinstance(x, _torch.SYMBOLS) for x in tree_iter(data)):
+            return make(data, **options)
+        requires_grad = options.pop("requires_grad", False)
+        return _stacked(data, options).requires_grad_(requires_grad)
+
+    return tensor
+
+
+def _stacked(data: Any, options: dict[str, Any]) -> Tensor:
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(x, options) for x in data])
+    kinds = {SymInt: torch.int64, SymBool: torch.bool}
+    return torch.full((), data, **{"dtype": kinds.get(type(data)), **options})
 
 
 def _to_json(default: Callable[..., Any]) -> Callable[..., Any]:

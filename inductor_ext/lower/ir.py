@@ -18,7 +18,7 @@ import torch
 from fcoll.transport.native.build import has_fast_path
 from inductor_ext._torch import V, ir, is_generated, is_view, reads_of
 from inductor_ext.lowered import note
-from inductor_ext.state import current, in_order
+from inductor_ext.state import in_order, lanes
 from inductor_ext.stock.inductor import last_kernel
 
 _native = torch.ops.fcoll_native
@@ -58,9 +58,9 @@ class ClaimKernel(ArenaKernel):
     parts: Sequence[str]  # names of the buffers through which it is read
 
     def codegen(self, wrapper: Any) -> None:
-        lanes = current().lanes
-        lane = next(i for i in range(len(lanes) + 1) if _is_free(lanes.get(i)))
-        lanes[lane] = self
+        taken = lanes()
+        lane = next(i for i in range(len(taken) + 1) if i not in taken or _is_free(*taken[i]))
+        taken[lane] = V.graph, self
         group_name, _, *rest = self.constant_args  # type: ignore[has-type]
         self.constant_args = (group_name, lane, *rest)
         super().codegen(wrapper)
@@ -72,10 +72,11 @@ class ClaimKernel(ArenaKernel):
         return [repr(group_name), str(lane), *shapes, str(layout.dtype)]
 
 
-def _is_free(claimed: ClaimKernel | None) -> bool:
-    """Has all that reads what was last in the lane been generated?"""
-    if claimed is None:
-        return True
+def _is_free(graph: Any, claimed: ClaimKernel) -> bool:
+    """Has all that reads what was last in the lane been generated? Of another graph, which this
+    one is nested in or the other way round, that is not known."""
+    if graph is not V.graph:
+        return False
     return all(is_generated(op) for name in claimed.parts for op in reads_of(name))
 
 

@@ -332,6 +332,18 @@ def test_splits_that_are_read_are_taken_to_be_even():
         assert next(s for s in trace.steps if s.op == "aten::mul").out_bytes == 16 * 8 * 4
 
 
+def test_parts_that_are_read_are_taken_to_be_as_large_as_this_ranks():
+    def uneven(x):
+        rows = x[x[:, 0] > 0]
+        sizes = fcoll.all_gather_into_tensor(torch.tensor([rows.shape[0]]), mesh).tolist()
+        return fcoll.all_gather_into_tensor(rows, mesh, sizes=sizes) * 2
+
+    with fcoll.fake_world(dp=3) as mesh:
+        trace = fcoll.trace(uneven, torch.ones(8, 4))
+        assert trace.sizes == {f"u{i}": 8 for i in range(4)}
+        assert next(s for s in trace.steps if s.op == "aten::mul").out_bytes == 3 * 8 * 4 * 4
+
+
 def test_sizes_without_a_bound_must_be_given():
     def repeated(x, count):
         return fcoll.all_reduce(x.expand(count.item(), 8) * 2, "sum", mesh) * 2

@@ -21,9 +21,9 @@ uint8_t* Arena::claim(size_t lane, size_t bytes) {
   if (born_ != fork_count())
     throw Error(Error::forked, -1, "this process was forked after the group was used");
   if (!agreed_) return nullptr;
-  if (lane >= LANES - SPARE || bytes > PLACE)
-    throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in lane " +
-                             std::to_string(lane) + " of the arena");
+  if (lane >= LANES - SPARE) return nullptr;
+  if (bytes > PLACE)
+    throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in the arena");
   size_t place = (met_[lane] + 1) % places_for(bytes);  // never the one where they met last
   return memories_[group_.rank()]->data() + (lane * PLACES + place) * PLACE;
 }
@@ -67,17 +67,26 @@ bool Arena::meet(const Call& call, const uint8_t* mine, std::vector<uint8_t*>& p
   return find(where, parts);
 }
 
-void Arena::announce(const Call& call, const uint8_t* mine) {
+uint64_t Arena::announce(const Call& call, const uint8_t* mine) {
   if (!joined_) join(call);
+  abandon(mine);
   auto news = std::make_unique<Announced>();
+  news->id = ++last_id_;
   news->mine = mine;
   news->ticket = group_.announce(call, turn(mine), news->where.data(), 0);
   announced_.push_back(std::move(news));
+  return last_id_;
 }
 
-bool Arena::collect(const uint8_t* mine, std::vector<uint8_t*>& parts) {
+void Arena::abandon(const uint8_t* mine) {
+  for (const auto& news : announced_)
+    if (news->mine == mine && news->ticket) group_.finish(news->ticket);  // it writes to `where`
+  std::erase_if(announced_, [&](const auto& news) { return news->mine == mine; });
+}
+
+bool Arena::collect(uint64_t announced, std::vector<uint8_t*>& parts) {
   auto found = std::find_if(announced_.begin(), announced_.end(),
-                            [&](const auto& news) { return news->mine == mine; });
+                            [&](const auto& news) { return news->id == announced; });
   if (found == announced_.end())
     throw std::runtime_error("fcoll: this collective was never announced");
   if ((*found)->ticket) group_.finish((*found)->ticket);

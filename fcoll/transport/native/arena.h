@@ -31,28 +31,32 @@ class Arena {
 
   explicit Arena(Group& group);
 
-  // This rank's part of the next collective in a lane; null if the ranks disagree on the lanes.
+  // This rank's part of the next collective in a lane; null if the ranks disagree on the lanes, or
+  // there are not so many: then the part is made elsewhere, and copied.
   uint8_t* claim(size_t lane, size_t bytes);
   // A copy of what is elsewhere, in a spare lane.
   const uint8_t* copied(const uint8_t* data, size_t bytes);
   // Says that the part is written, and gives every rank's, by rank, once all of them are; true if
   // they may be read later, false if only at once. The first call maps the peers' arenas.
   bool meet(const Call&, const uint8_t* mine, std::vector<uint8_t*>& parts);
-  // The same in two halves, for several at once.
-  void announce(const Call&, const uint8_t* mine);
-  bool collect(const uint8_t* mine, std::vector<uint8_t*>& parts);
+  // The same in two halves, for several at once. A program that fails between them never collects:
+  // what was announced in a place is abandoned when the place is used again.
+  uint64_t announce(const Call&, const uint8_t* mine);
+  bool collect(uint64_t announced, std::vector<uint8_t*>& parts);
 
   bool has(const uint8_t* data) const;  // is it in this rank's own?
   std::shared_ptr<Memory> memory(int rank) const { return memories_[rank]; }
 
  private:
   struct Announced {
+    uint64_t id;
     const uint8_t* mine;
     uint64_t ticket;
     std::array<uint64_t, MAX_RANKS> where;
   };
 
   void join(const Call&);
+  void abandon(const uint8_t* mine);
   uint64_t turn(const uint8_t* mine);
   bool find(const uint64_t* where, std::vector<uint8_t*>& parts);
 
@@ -63,6 +67,7 @@ class Arena {
   std::vector<std::shared_ptr<Memory>> memories_;
   std::array<uint8_t, LANES> met_{};  // the place of each lane over which the ranks met last
   std::vector<std::unique_ptr<Announced>> announced_;
+  uint64_t last_id_ = 0;
 };
 
 }  // namespace fcoll

@@ -150,7 +150,7 @@ std::vector<Tensor> meet(const Tensor& own, std::string collective, std::string 
   return tensors_of(site, own, reads.slices, parts, stay);
 }
 
-// Between the two halves the announced tensor says where this rank's part is.
+// Between the two halves the tensor that is returned says which announcement it was.
 Tensor announce(const Tensor& own, std::string collective, std::string reduce_op,
                 std::string group_name, int64_t dim) {
   Tensor token = at::empty({1}, own.options().dtype(at::kLong));
@@ -158,8 +158,8 @@ Tensor announce(const Tensor& own, std::string collective, std::string reduce_op
   if (!site.group) return token;
   guarded([&] {
     const uint8_t* mine = in_arena(site, own);
-    site.arena->announce(Signed(own, collective, reduce_op, dim).call, mine);
-    *token.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(mine);
+    uint64_t id = site.arena->announce(Signed(own, collective, reduce_op, dim).call, mine);
+    *token.mutable_data_ptr<int64_t>() = int64_t(id);
   });
   return token;
 }
@@ -170,8 +170,8 @@ std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string 
   Site site = site_of(served::group_named(group_name));
   if (!site.group) return by_process_group(own, slices, group_name);
   std::vector<uint8_t*> parts;
-  auto mine = reinterpret_cast<const uint8_t*>(*token.const_data_ptr<int64_t>());
-  bool stay = guarded([&] { return site.arena->collect(mine, parts); });
+  auto announced = uint64_t(*token.const_data_ptr<int64_t>());
+  bool stay = guarded([&] { return site.arena->collect(announced, parts); });
   return tensors_of(site, own, slices, parts, stay);
 }
 

@@ -67,9 +67,9 @@ void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
     std::vector<uint8_t*> parts;
     bool stay;
     if (halves) {
-      arena.announce(call, mine);
+      uint64_t announced = arena.announce(call, mine);
       if (own() % 2) std::this_thread::yield();
-      stay = arena.collect(mine, parts);
+      stay = arena.collect(announced, parts);
     } else {
       stay = arena.meet(call, mine, parts);
     }
