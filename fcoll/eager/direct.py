@@ -29,9 +29,12 @@ def run(row: Collective, args: tuple[Any, ...]) -> Any:
 def check_and_run(row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the Python kernel of a row does."""
     row.check(*args, **kwargs)
-    return shared_memory.signing(
-        lambda: signed(row, args, kwargs), lambda: row.run(*args, **kwargs)
-    )
+    running = shared_memory.running
+    before, running.signed = running.signed, lambda: signed(row, args, kwargs)
+    try:
+        return row.run(*args, **kwargs)
+    finally:
+        running.signed = before
 
 
 def _in_cpp(row: Collective, args: tuple[Any, ...]) -> bool:

@@ -143,28 +143,20 @@ def _all_ranks(g: Group, mine: list[int]) -> list[list[int]]:
 # -- what the ranks compare ---
 
 
-class _Running(threading.local):
-    """The call that this thread carries out by primitives, as ``signed()`` tells it."""
+class Running(threading.local):
+    """The call that this thread carries out by primitives: ``signed()`` gives its signature."""
 
     signed: Callable[[], Any] | None = None
 
 
-_running = _Running()
-
-
-def signing(signed: Callable[[], Any], run: Callable[[], Any]) -> Any:
-    """run(), whose messages carry the signature that signed() gives."""
-    before, _running.signed = _running.signed, signed
-    try:
-        return run()
-    finally:
-        _running.signed = before
+running = Running()
 
 
 def _signature() -> Tensor:
-    if _running.signed is None:
+    """What the messages of a primitive carry; nothing if it belongs to no call of the table."""
+    if running.signed is None:
         return _UNSIGNED
-    return torch.ops.fcoll_native.sign(*_running.signed())
+    return torch.ops.fcoll_native.sign(*running.signed())
 
 
 _UNSIGNED = torch.empty(0, dtype=torch.int64)
