@@ -9,16 +9,15 @@ for and the result is a plain tensor. The examples run on every rank: ``rank`` i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fcoll import _torch, reductions
+from fcoll import _torch
 from fcoll.eager import arguments, direct
-from fcoll.eager.arguments import integer, maybe_integers
+from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
 from fcoll.eager.door import is_refused, result, start
 from fcoll.errors import BadOption, fail
@@ -49,24 +48,10 @@ __all__ = [
     "wait_tensor",
 ]
 
-ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
-
 
 def _fast(group: GroupLike) -> Any:
     """The functions of the C++ fast path; on a group without shared memory, none that serve."""
     return build.no_fast_path if refused and is_refused(group) else build.fast
-
-
-def scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[Any, str]:
-    """premul_sum is a sum of scaled parts; every other reduce op is itself."""
-    factor = arguments.maybe_number(name, "factor", factor)
-    parsed = reductions.parse(name, op)
-    factor = reductions.premul_factor(name, op, factor)
-    if factor is None:
-        return x, parsed
-    if isinstance(x, Tensor):
-        return reductions.scaled(name, x, factor), "sum"
-    return [reductions.scaled(name, y, factor) for y in x], "sum"
 
 
 def _positive(dim: int, x: Tensor) -> int:
@@ -120,7 +105,7 @@ def all_reduce(
         out = _fast(group).all_reduce(x, op, group, grad)
         if out is not NotImplemented:
             return out
-    x, op = scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
+    x, op = arguments.scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
     arguments.text("all_reduce", "grad", grad)
     name = group_name(group)
     out = start("all_reduce", x, op, name, grad)
@@ -176,7 +161,7 @@ def reduce_scatter_tensor(
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor"
-    x, op = scaled(me, arguments.tensor(me, x), op, factor)
+    x, op = arguments.scaled(me, arguments.tensor(me, x), op, factor)
     dim = integer(me, "dim", dim)
     name = group_name(group)
     n = group_size(name)
@@ -245,7 +230,7 @@ def reduce(
     >>> fcoll.reduce(torch.tensor(1.0), dst=0).item() == (n if rank == 0 else 0)
     True
     """
-    x, op = scaled("reduce", arguments.tensor("reduce", x), op, factor)
+    x, op = arguments.scaled("reduce", arguments.tensor("reduce", x), op, factor)
     dst = integer("reduce", "dst", dst)
     name = group_name(group)
     out = start("reduce", x, op, dst, name)
@@ -407,7 +392,7 @@ def all_reduce_coalesced(
         if out is not NotImplemented:
             return out
     me = "all_reduce_coalesced"
-    xs, op = scaled(me, arguments.tensors(me, xs), op, factor)
+    xs, op = arguments.scaled(me, arguments.tensors(me, xs), op, factor)
     arguments.text(me, "grad", grad)
     name = group_name(group)
     return result(me, group_size(name), start(me, xs, op, name, grad))
@@ -443,7 +428,7 @@ def reduce_scatter_tensor_coalesced(
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor_coalesced"
-    xs, op = scaled(me, arguments.tensors(me, xs), op, factor)
+    xs, op = arguments.scaled(me, arguments.tensors(me, xs), op, factor)
     dims = _each(me, dim, xs)
     name = group_name(group)
     n = group_size(name)

@@ -2,8 +2,9 @@
 
 A walk is counted on the stack: the files of fcoll and inductor_ext that have a frame on it when the
 call leaves Python for good (an engine, a kernel, a line of generated code), and those through which
-the result comes back. The words that all share (WORDS) do not count, nor do helpers that return before the call goes on. In C++ the walk is the chain of
-functions in CPP, each looked up in its file.
+the result comes back. The words that all share (WORDS) do not count, nor do helpers that return
+before the call goes on. In C++ the walk is the chain of functions in CPP, each looked up in its
+file.
 """
 
 from __future__ import annotations

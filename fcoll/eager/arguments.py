@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from fcoll import reductions
 from fcoll._torch import at_trace_time
 from fcoll.errors import WrongLayout, WrongType, fail
 
 _LISTS = (list, tuple, torch.Size)
+ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def tensor(op: str, x: Any, arg: str = "x") -> Tensor:
@@ -83,6 +86,18 @@ def _one_number(op: str, arg: str, value: Tensor) -> Any:
             op=op, arg=arg, kind=f"a Tensor of {value.numel()} elements", want="a number"
         )
     return value.item()
+
+
+def scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[Any, str]:
+    """premul_sum is a sum of scaled parts; every other reduce op is itself."""
+    factor = maybe_number(name, "factor", factor)
+    parsed = reductions.parse(name, op)
+    factor = reductions.premul_factor(name, op, factor)
+    if factor is None:
+        return x, parsed
+    if isinstance(x, Tensor):
+        return reductions.scaled(name, x, factor), "sum"
+    return [reductions.scaled(name, y, factor) for y in x], "sum"
 
 
 def transfers(op: str, given: Any) -> list[tuple[str, Tensor, int]]:

@@ -183,7 +183,8 @@ class Timers:
         """Around run(row, its arguments), by which gradients make their calls."""
 
         def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
-            return _of_row(*args, out)
+            row, given = args
+            return _of_row(row, given, out)
 
         return lambda *args: self._time(run, args, {}, describe, "op")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,60 +25,37 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
     )
 
 
-# -- isend ---
+# -- isend, irecv ---
 
 
-def _check_isend(tensor: Tensor, dst: int, tag: int, group_name: str) -> None:
-    check_device("isend", tensor.device.type, group_name)
-    check_rank("isend", "dst", dst, group_name)
+def _transfer(name: str, peer: str, shape: Callable[..., Shape]) -> Collective:
+    """The row of one message, to or from a rank, which the argument ``peer`` names."""
+
+    def check(tensor: Tensor, rank: int, tag: int, group_name: str) -> None:
+        check_device(name, tensor.device.type, group_name)
+        check_rank(name, peer, rank, group_name)
+
+    def run(tensor: Tensor, rank: int, tag: int, group_name: str) -> Tensor:
+        return _run_batch([name], [rank], [tag], [tensor], group_name)[0]
+
+    return Collective(
+        name,
+        f"(Tensor tensor, int {peer}, int tag, str group_name) -> Tensor",
+        check=check,
+        shape=shape,
+        run=run,
+        adjoint=_no_gradient,
+        wire_bytes=wire.everything,
+        steps=wire.one,
+        personal=True,
+        is_p2p=True,
+        targets=torch_ops(name),
+        side_effect=True,
+    )
 
 
-def _run_isend(tensor: Tensor, dst: int, tag: int, group_name: str) -> Tensor:
-    return _run_batch(["isend"], [dst], [tag], [tensor], group_name)[0]
-
-
-ISEND = Collective(
-    "isend",
-    "(Tensor tensor, int dst, int tag, str group_name) -> Tensor",
-    check=_check_isend,
-    shape=nothing,
-    run=_run_isend,
-    adjoint=_no_gradient,
-    wire_bytes=wire.everything,
-    steps=wire.one,
-    personal=True,
-    is_p2p=True,
-    targets=torch_ops("isend"),
-    side_effect=True,
-)
-
-
-# -- irecv ---
-
-
-def _check_irecv(tensor: Tensor, src: int, tag: int, group_name: str) -> None:
-    check_device("irecv", tensor.device.type, group_name)
-    check_rank("irecv", "src", src, group_name)
-
-
-def _run_irecv(tensor: Tensor, src: int, tag: int, group_name: str) -> Tensor:
-    return _run_batch(["irecv"], [src], [tag], [tensor], group_name)[0]
-
-
-IRECV = Collective(
-    "irecv",
-    "(Tensor tensor, int src, int tag, str group_name) -> Tensor",
-    check=_check_irecv,
-    shape=same,
-    run=_run_irecv,
-    adjoint=_no_gradient,
-    wire_bytes=wire.everything,
-    steps=wire.one,
-    personal=True,
-    is_p2p=True,
-    targets=torch_ops("irecv"),
-    side_effect=True,
-)
+ISEND = _transfer("isend", "dst", nothing)
+IRECV = _transfer("irecv", "src", same)
 
 
 # -- batch_p2p_ops: many of both at once ---

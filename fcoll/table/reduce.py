@@ -15,7 +15,7 @@ from fcoll.table.checks import check_list, check_rank, check_scatters
 from fcoll.table.layout import by_dtype, chunks, copied, issue_list
 from fcoll.table.row import Call, Collective, Native, Sizes, torch_ops
 from fcoll.table.shapes import each, same, same_each, scattered
-from fcoll.table.shares import saves, share, share_each
+from fcoll.table.shares import saves, share, share_each, share_of
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
 
@@ -129,8 +129,7 @@ def _reduce_scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
         gather = ("all_gather_into_tensor", part, a.group_size, a.group_name, a.dim, a.sizes)
         return a.call(*gather)
 
-    y = whole(a.saved_output) if a.saved_output is not None else None
-    return share(whole(grad), a.saved_input, y, a)
+    return share_of(whole, grad, a)
 
 
 REDUCE_SCATTER_TENSOR = Collective(
@@ -172,8 +171,7 @@ def _reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     def from_root(x: Tensor) -> Tensor:
         return a.call("broadcast", x, a.dst, a.group_name)
 
-    y = from_root(a.saved_output) if a.saved_output is not None else None
-    return share(from_root(grad), a.saved_input, y, a)
+    return share_of(from_root, grad, a)
 
 
 REDUCE = Collective(
@@ -234,6 +232,7 @@ def _all_reduce_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
 ALL_REDUCE_COALESCED = Collective(
     "all_reduce_coalesced",
     "(Tensor[] inputs, str reduce_op, str group_name, str grad='sum') -> Tensor[]",
+    single="all_reduce",
     check=check_all_reduce_coalesced,
     shape=same_each,
     run=_run_all_reduce_coalesced,
@@ -243,7 +242,6 @@ ALL_REDUCE_COALESCED = Collective(
     steps=wire.twice_n_minus_1,
     one_shot_bytes=wire.to_each,
     replicates=True,
-    single="all_reduce",
     own_args=("grad",),
     targets=torch_ops("all_reduce_coalesced"),
     native=Native(fast=("xs", "op", "group", "grad")),
@@ -304,6 +302,7 @@ REDUCE_SCATTER_TENSOR_COALESCED = Collective(
     "reduce_scatter_tensor_coalesced",
     "(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[]? dims=None)"
     " -> Tensor[]",
+    single="reduce_scatter_tensor",
     check=_check_reduce_scatter_coalesced,
     shape=_reduce_scatter_coalesced_shape,
     run=_run_reduce_scatter_coalesced,
@@ -311,7 +310,6 @@ REDUCE_SCATTER_TENSOR_COALESCED = Collective(
     saves=saves,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
-    single="reduce_scatter_tensor",
     targets=torch_ops("reduce_scatter_tensor_coalesced"),
     contiguous=True,
     native=Native(fast=("xs", "op", "group", "dim")),

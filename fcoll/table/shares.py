@@ -56,6 +56,13 @@ def share(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
     return _SHARE[kind](G, x, y, a)
 
 
+def share_of(whole: Callable[[Tensor], Tensor], grad: Tensor, a: Call) -> Tensor:
+    """The gradient of this rank's part, where ``whole`` makes of this rank's piece of a result, or
+    of its gradient, all of it."""
+    y = whole(a.saved_output) if a.saved_output is not None else None
+    return share(whole(grad), a.saved_input, y, a)  # type: ignore[arg-type]
+
+
 def share_each(
     Gs: list[Tensor], xs: list[Tensor] | None, ys: list[Tensor] | None, a: Call
 ) -> list[Tensor]:
