@@ -272,7 +272,7 @@ class NotWritable(FcollError):
 class MissingSize(FcollError):
     template = (
         "the cost depends on {symbols}, which have no value{at}. "
-        'Pass sizes={{"{first}": 128, ...}}.'
+        'Pass sizes={{"{first}": 128, ...}}, or --sizes {first}=128.'
     )
 
 

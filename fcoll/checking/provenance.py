@@ -54,10 +54,9 @@ def origins_of(graph: Graph, calls: tuple[Issued, ...], rank: int) -> Origins:
         name = _torch.symbol_name(node.meta.get("val"))
         if name is not None and (read := elements.of(node.args[0], node)) is not None:
             symbols[name] = read.item()
-        key = elements.keys.get(node.name)
-        if key is not None and (given := _sent_by(node)) is not None:
-            if (read := elements.of(given, node)) is not None:
-                sent[key] = tuple(read.reshape(-1))
+        given = _sent_by(node) if node.name in elements.keys else None
+        if given is not None and (read := elements.of(given, node)) is not None:
+            sent[elements.keys[node.name]] = tuple(read.reshape(-1))
     return Origins(symbols, sent)
 
 
@@ -167,8 +166,9 @@ class _Elements:
             whole = self.of(node.args[0], node)  # type: ignore[arg-type]
             return whole[node.args[1]] if isinstance(whole, list) else None
         given = arguments(node)
-        terms = {x: self.of(x, node) for x in node.all_input_nodes}
-        if not terms or any(t is None for t in terms.values()):
+        read = {x: self.of(x, node) for x in node.all_input_nodes}
+        terms: dict[Node, Any] = {x: t for x, t in read.items() if t is not None}
+        if not terms or len(terms) < len(read):
             return None
         name = _torch.op_name(node.target)
         if is_wait(node) or name in _SAME_ORDER:
@@ -206,7 +206,7 @@ def _is_even(node: Node, n: int) -> bool:
 
 
 def _wrapped(found: Any) -> Any:
-    """numpy gives an element, which is a tuple, where it should give an array of none dimensions."""
+    """numpy gives the element itself, a tuple, in place of an array of no dimensions."""
     return found if isinstance(found, numpy.ndarray) else _array([found], ())
 
 

@@ -255,7 +255,7 @@ def _title(args: argparse.Namespace) -> str:
 _FILES = ("html", "perfetto", "svg", "png", "save", "out")
 
 
-def _check_files(args: argparse.Namespace) -> None:
+def check_files(args: argparse.Namespace) -> None:
     """Can the files be written that are asked for? Asked before the work."""
     for path in filter(None, (getattr(args, name, None) for name in _FILES)):
         folder = Path(path).parent
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.debug:  # torch logs the traceback of what is raised
         logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
     try:
-        _check_files(args)
+        check_files(args)
         return args.run(args)
     except BrokenPipeError:  # `fcoll report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -274,8 +274,8 @@ def llama(
     split: Callable[[Llama, DeviceMesh], None] = tensor_parallel,
     replicate: bool = False,
 ) -> Step:
-    """A training step: FSDP over dp, ``split`` over tp, AdamW. If ``replicate``, every rank of dp has
-    all parameters and each gradient is all-reduced by itself, which is not torch's DDP."""
+    """A training step: FSDP over dp, ``split`` over tp, AdamW. If ``replicate``, every rank of dp
+    has all parameters and all-reduces each gradient by itself, which is not torch's DDP."""
     dp, tp = axis(mesh, "dp"), axis(mesh, "tp")
     with torch.device("meta"):
         model = Llama(config).bfloat16()

@@ -237,14 +237,17 @@ def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:
             todo += x
         elif isinstance(x, dict):
             todo += x.values()
-        elif id(x) not in found and type(x).__module__.startswith(_FSDP) and hasattr(x, "__dict__"):
-            if not isinstance(x, (torch.nn.Module, Enum)):
-                found[id(x)] = x
-                todo += vars(x).values()
+        elif id(x) not in found and _is_of_fsdp(x):
+            found[id(x)] = x
+            todo += vars(x).values()
     return list(found.values())
 
 
-_FSDP = fully_shard.__module__.rpartition(".")[0]  # the package
+def _is_of_fsdp(x: Any) -> bool:
+    """Is it an object of FSDP2's own?"""
+    package = fully_shard.__module__.rpartition(".")[0]
+    mine = type(x).__module__.startswith(package) and hasattr(x, "__dict__")
+    return mine and not isinstance(x, (torch.nn.Module, Enum))
 
 
 def is_ddp(module: torch.nn.Module) -> bool:

@@ -195,8 +195,10 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
         for optimizer, state in states:
             optimizer.state.clear()
             optimizer.state.update(state)
-        for kept in (*parameters, *sharded):
-            kept.restore()
+        for contents in parameters:
+            contents.restore()
+        for attributes in sharded:
+            attributes.restore()
 
 
 class _Contents:

@@ -55,7 +55,7 @@ def reading_compiled(values: Values) -> Iterator[None]:
 
     read = Tensor.item
     conversions = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}
-    methods = {name: lambda x, to=to: to(x.item()) for name, to in conversions.items()}
+    methods: dict[str, Any] = {k: lambda x, to=to: to(x.item()) for k, to in conversions.items()}
     methods |= {"item": item, "tolist": _listed, "__format__": _formatted(Tensor.__format__)}
     outside = {name: torch.compiler.disable(fn) for name, fn in methods.items()}
     with active(values), _torch.replaced(Tensor, outside):

@@ -43,7 +43,7 @@ class Values:
             return self._decided[condition]
         line = user_line()
         if len(self.asked) == MOST_BRANCHES:
-            most = f"A trace tries both ways of up to {MOST_BRANCHES} such decisions; this is one more."
+            most = f" A trace tries both ways of up to {MOST_BRANCHES} decisions; this is one more."
             raise DataDependent(line=line, why=most)
         script = self.answers[len(self.asked) :]
         answer = script[0] if script else usual
@@ -77,7 +77,7 @@ def user_line() -> str:
 def current() -> Values:
     """Those of the run that is being traced."""
     if not _active:
-        raise DataDependent(line=user_line(), why="The value was read while a step was traced.")
+        raise DataDependent(line=user_line(), why=" The value was read while a step was traced.")
     return _active[-1]
 
 

@@ -222,7 +222,7 @@ def test_ddp_is_said_not_to_be_traced():
             return loss
 
         here = step.__code__.co_firstlineno + 1
-        with pytest.raises(UntraceableDDP, match="fully_shard.*all_reduce") as raised:
+        with pytest.raises(UntraceableDDP, match=r"fully_shard.*all_reduce") as raised:
             fcoll.trace(step, torch.ones(2, 4))
         assert f"test_training_steps.py:{here}," in str(raised.value)
         with pytest.raises(UntraceableDDP):

@@ -1,4 +1,4 @@
-"""Values that a step reads: printed on placeholders, decided by only where it makes no difference."""
+"""Values that a step reads: placeholders to print; to decide by them where it is all the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ READS: dict[str, Callable[..., Any]] = {
     "item .3f": lambda loss, x, _: f"{loss.item():.3f} {loss.item():>10} {loss.item():e}",
     "tensor .3f": lambda loss, x, _: f"{loss:.3f} {loss}",
     "int :d": lambda loss, x, _: f"{x.argmax().item():d} {x.argmax().item():>10} {x.argmax():5d}",
-    "percent": lambda loss, x, _: "%.3f %s %d" % (loss.item(), loss, x.argmax().item()),
+    "percent": lambda loss, x, _: "%.3f %d" % (loss.item(), x.argmax().item()),  # noqa: UP031
     "accuracy": lambda loss, x, _: f"{(x > 0).sum().item() / len(x):.1%}",
     "print": lambda loss, x, _: print(loss, loss.detach(), x, loss.item(), x.tolist()),
     "logger": lambda loss, x, _: LOG.warning("%s %.2f %d", loss, loss.item(), x.argmax().item()),
@@ -287,7 +287,7 @@ def second_branch(loss, x, more):
     ],
 )
 def test_a_branch_that_sends_something_else_names_its_line(read):
-    with pytest.raises(DataDependent, match="fcoll.assume") as raised:
+    with pytest.raises(DataDependent, match=r"fcoll\.assume") as raised:
         traced(read)
     assert line_of("# here", read) in str(raised.value)
     if read not in (loop,):
@@ -340,7 +340,7 @@ def test_more_branches_than_are_tried():
             if value > 10:
                 print("large")
 
-    with pytest.raises(DataDependent, match="tries both ways of up to 4"):
+    with pytest.raises(DataDependent, match="tries both ways of up to 4 decisions"):
         traced(read)
 
 
