@@ -143,12 +143,12 @@ class _Elements:
         key, x = self.keys[node.name], node.meta["val"]
         assert row is not None
         ranks, (given, n) = key[0][0], (_sent_by(node), len(key[0][0]))
-        kind = row.functional or row.name
+        gathers = row.replicates and "group_size" in row.position
         if given is None or not isinstance(x, Tensor):
             return None
-        if kind == "all_gather_into_tensor" and x.numel() == n * given.meta["val"].numel():
+        if gathers and x.numel() == n * given.meta["val"].numel():
             each, first = x.numel() // n, 0
-        elif kind == "all_to_all_single" and _is_even(node, n):
+        elif SPLITS[0] in row.position and _is_even(node, n):
             each = x.numel() // n
             first = each * ranks.index(self.rank)
         elif row.replicates:

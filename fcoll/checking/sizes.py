@@ -73,7 +73,7 @@ def differ(a: Any, b: Any) -> bool | None:
     if not has_symbols(a) and not has_symbols(b):
         return True
     gap = a - b
-    return None
+    return None if has_symbols(gap) else bool(gap != 0)
 
 
 def apart(x: Any, y: Any) -> bool | None:

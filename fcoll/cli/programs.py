@@ -8,15 +8,14 @@ import inspect
 import os
 import runpy
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 from fcoll.cli.demos import DEMOS
 from fcoll.errors import BadTarget, BadTraceFile
 from fcoll.source import is_library, show
+from fcoll.tracing import values
 from fcoll.tracing.trace import Trace
 
 #: build(mesh) -> (fn, args)
@@ -88,12 +87,7 @@ def line_of(error: BaseException) -> str:
     """The user's line that an error comes from, "train.py:31"; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
         return show((error.filename, error.lineno or 1))
-    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
-    mine = [s for s in sites if not is_library(s[0]) and not s[0].startswith(_STDLIB)]
-    return show(mine[-1]) if mine else ""
-
-
-_STDLIB = sysconfig.get_paths()["stdlib"]  # and site-packages, which is in it
+    return values.line_of(error)
 
 
 def read_trace(path: str) -> Trace:

@@ -24,7 +24,7 @@ from fcoll.graph.issued import SPLITS
 from fcoll.graph.nodes import arguments, collectives, row_of_node
 from fcoll.graph.sizes import Hints, values_of
 from fcoll.source import show
-from fcoll.table.row import Expr
+from fcoll.table.row import Collective, Expr
 
 #: node -> (source line, module path, phase)
 Where = Callable[[Node], tuple[str, str, str]]
@@ -87,17 +87,17 @@ def sizes_of(graph_module: GraphModule) -> dict[str, int]:
             for size in x.shape:
                 sizes |= values_of(size)
     for node, row in collectives(graph_module.graph):
-        sizes = _even_shares(node, row.name, sizes) | sizes
+        sizes = _even_shares(node, row, sizes) | sizes
     return sizes
 
 
-def _even_shares(node: Node, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
+def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[str, int]:
     """The symbols among a call's parts as if all ranks had the same: of an exchange the same share
     of its rows, of a gather as many as this rank."""
     given = arguments(node)
-    if name == "all_to_all_single":
+    if SPLITS[0] in row.position:
         parts, dim, shares = [x for key in SPLITS for x in given[key]], 0, len(given[SPLITS[0]])
-    elif name == "all_gather_into_tensor":
+    elif row.replicates and "sizes" in row.position:
         parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
     else:
         return {}

@@ -173,13 +173,14 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
 
     Real tensors stay: the fake mode knows how to take them. Without a mode it is the real tensors
     that are replaced, by ones on the meta device. At the end all is as it was, the gradients of
-    the tensors, the states of the optimizers and what FSDP2 has gathered too.
+    the tensors, the states and rates of the optimizers and what FSDP2 has gathered too.
     """
     all_tensors = [x for x, _ in found.tensors.values()]
     copies = {id(x): fake_copy(x, mode) for x in all_tensors if x.is_meta == (mode is not None)}
     grads = [(x, x.grad) for x, _ in found.tensors.values() if x.is_leaf]
     states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in found.optimizers]
     parameters = [_Contents(module._parameters) for module in found.modules]
+    rates = [_Contents(group) for o in found.optimizers for group in o.param_groups]
     sharded = [_Attributes(x) for x in _torch.fsdp_objects(found.modules)]
     try:
         for holder, key, x in found.places:
@@ -195,7 +196,7 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
         for optimizer, state in states:
             optimizer.state.clear()
             optimizer.state.update(state)
-        for contents in parameters:
+        for contents in (*parameters, *rates):
             contents.restore()
         for attributes in sharded:
             attributes.restore()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.source import is_library
 from fcoll.tracing import _torch
@@ -192,6 +192,7 @@ def _unless_symbols(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.tensor, which takes no symbols: torch.tensor([rows.shape[0]])."""
 
     def tensor(data: Any, **options: Any) -> Tensor:
+        data = tree_map(lambda x: bool(x) if isinstance(x, Branch) else x, data)
         if not any(isinstance(x, _torch.SYMBOLS) for x in tree_iter(data)):
             return make(data, **options)
         requires_grad = options.pop("requires_grad", False)

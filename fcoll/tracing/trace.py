@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -26,14 +25,14 @@ from fcoll.errors import BadOption, DataDependent, UntraceableDDP
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.sizes import from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
-from fcoll.source import Site, is_library, show
+from fcoll.source import Site, is_library
 from fcoll.tracing import _torch
 from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fake_world import current_axes
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import Recorder, parts_of
-from fcoll.tracing.values import Values, user_line
+from fcoll.tracing.values import Values, line_of, user_line
 from fcoll.tracing.variants import settled
 from fcoll.units import show_bytes, table
 
@@ -278,7 +277,7 @@ class _Step:
                 with self._reading(values, recorder):
                     out = _run(self.fn, args, kwargs, self.mode, recorder)
             except _torch.NO_VALUE as error:
-                raise DataDependent(line=_line_of(error), why="") from None
+                raise DataDependent(line=line_of(error), why="") from None
             leaves = [*tree_iter(out), *(x.grad for x, _ in tensors if x.is_leaf)]
             outputs = [y for x in leaves if isinstance(x, Tensor) for y in parts_of(x)]
             graph_module = recorder.finish(outputs)
@@ -292,12 +291,6 @@ class _Step:
         if self.mode == "compiled":
             return reading_compiled(values)
         return reading(values, recorder.has_written)
-
-
-def _line_of(error: BaseException) -> str:
-    """The user's line that an error was raised from."""
-    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
-    return show([site for site in sites if not is_library(site[0])][-1])
 
 
 @contextmanager

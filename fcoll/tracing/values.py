@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import numpy
 
 from fcoll.errors import DataDependent
-from fcoll.source import is_library, show
+from fcoll.source import Site, is_library, show
 
 MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
 
-_STDLIB = sysconfig.get_paths()["stdlib"]  # site-packages is in it
 _active: list[Values] = []
 
 
@@ -62,16 +63,36 @@ class Values:
 
 
 def user_line() -> str:
-    """The nearest line outside torch, fcoll and the standard library: not that of a logger."""
-    frame, nearest = sys._getframe(1), None
+    """The line of the program that runs now, "model.py:31"."""
+    frame: FrameType | None = sys._getframe(1)
+    sites = []
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not is_library(filename):
-            nearest = nearest or (filename, frame.f_lineno)
-            if not filename.startswith(_STDLIB):
-                return show((filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return show(nearest) if nearest else "an unknown line"
+        sites.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return nearest(sites) or "an unknown line"
+
+
+def line_of(error: BaseException) -> str:
+    """The line of the program that an error was raised from; empty if there is none."""
+    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    return nearest(reversed(sites))
+
+
+def nearest(sites: Iterable[Site]) -> str:
+    """The first of the sites that is the program's: not torch's, fcoll's or Python's own; of an
+    installed package only if there is no other."""
+    mine = [site for site in sites if not is_library(site[0]) and not _is_pythons(site[0])]
+    own = (site for site in mine if not site[0].startswith(_PACKAGES))
+    found = next(own, mine[0] if mine else None)
+    return show(found) if found else ""
+
+
+def _is_pythons(filename: str) -> bool:
+    return filename.startswith(_STDLIB) and not filename.startswith(_PACKAGES)
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGES = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
 
 
 def current() -> Values:
@@ -123,6 +144,9 @@ class Unknown(float):
     def __round__(self, digits: Any = None) -> Any:
         return self if digits is not None else current().plain_int()
 
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return numpy.array(current().plain_float())
+
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """numpy.isnan(loss.item()) and the like."""
         plain = [float.__pos__(x) if isinstance(x, Unknown) else x for x in args]
@@ -140,6 +164,14 @@ class Branch:
 
     def __bool__(self) -> bool:
         return current().decide(self.usual)
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(bool(self))
 
     def __invert__(self) -> Branch:
         return Branch(not self.usual)

@@ -115,7 +115,10 @@ def _compare(first: Way, other: Way, line: str, answer: Any) -> None:
     keys = [_keys(calls) for calls in lists]
     if keys[0] == keys[1]:
         return
-    i = next(i for i, (a, b) in enumerate(zip_longest(*keys)) if a != b)
+    # where they went apart, which may be before the calls stop being the same
+    lines = [[c.source for c in calls] for calls in lists]
+    pairs = zip(zip_longest(*keys), zip_longest(*lines), strict=True)
+    i = next(i for i, two in enumerate(pairs) if any(a != b for a, b in two))
     mine, theirs = (describe(c[i]) if i < len(c) else "no more collectives" for c in lists)
     why = f" If it is {answer}: {theirs}; else: {mine}."
     if other.values.ints == line:

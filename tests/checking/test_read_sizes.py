@@ -136,7 +136,7 @@ def told_twice(choice, n, ep):
 def changed_after(choice, n, ep):
     counts = torch.zeros(n, dtype=torch.long)
     counts.scatter_add_(0, choice, torch.ones_like(choice))
-    received = fcoll.all_to_all_single(counts, ep) * 1
+    received = fcoll.all_to_all_single(counts, ep)
     counts[0] = counts[1]
     return counts.tolist(), received.tolist()
 
@@ -144,7 +144,7 @@ def changed_after(choice, n, ep):
 def changed_through_a_view(choice, n, ep):
     counts = counted(choice, n)
     view = counts.view(-1)
-    received = fcoll.all_to_all_single(counts, ep) * 1
+    received = fcoll.all_to_all_single(counts, ep)
     view.copy_(counted(choice * 0, n))
     return counts.tolist(), received.tolist()
 

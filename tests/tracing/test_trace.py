@@ -258,8 +258,10 @@ def test_parameters_gradients_and_optimizer_stay():
         optimizer.zero_grad()
         (x * weight).sum().backward()
         optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
 
     fcoll.trace(step, torch.ones(4))
+    assert optimizer.param_groups[0]["lr"] == 1e-3
     assert torch.equal(weight, value) and weight.grad.tolist() == [2.0] * 4
     assert type(weight) is torch.nn.Parameter
     for key, old in state.items():

@@ -184,6 +184,13 @@ def nested(loss, x, more):
         print("usual")
 
 
+def agree_to_stop(loss, x, more):
+    """A condition as a tensor, as ranks exchange it."""
+    stop = torch.tensor(float(loss.item() > 3)) + torch.tensor([loss.item() > 3])
+    if stop.item():
+        print("stop")
+
+
 def plain_number(loss, x, more):
     if float(loss.detach()) > 10:
         print("large")
@@ -200,6 +207,7 @@ def plain_number(loss, x, more):
         (warn_if_many, "taken to be False; if not: the collectives are the same"),
         (best_so_far, "the collectives are the same"),
         (nested, "the collectives are the same"),
+        (agree_to_stop, "the collectives are the same"),
         (plain_number, ""),
     ],
 )
@@ -248,6 +256,12 @@ def branch_on_float(loss, x, more):
         more()
 
 
+def branch_on_an_array(loss, x, more):
+    values = np.array([loss.item(), 2.0])  # here
+    if values.mean() > 10:
+        more()
+
+
 def branch_on_nan(loss, x, more):
     value = float(loss.detach())  # here
     if value != value:
@@ -280,6 +294,7 @@ def second_branch(loss, x, more):
         branch_on_average,
         branch_on_isfinite,
         branch_on_float,
+        branch_on_an_array,
         branch_on_nan,
         loop,
         loop_of_calls,
