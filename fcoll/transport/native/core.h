@@ -58,6 +58,9 @@ struct Signature {
   }
 };
 
+// Of calls that only the core's own tests and loops make.
+inline const Signature UNSIGNED{};
+
 // A signature for people; the part that knows tensors provides it.
 extern std::string (*describe)(const Signature&);
 
@@ -117,15 +120,15 @@ class Group {
 
   // Each returns when the result is there. Buffers are contiguous and do not overlap, except that
   // in and out may be the same for all_reduce.
-  void all_reduce(const void* in, void* out, size_t count, Type, Op, const Signature& = {});
-  void all_gather(const void* in, void* out, size_t bytes, const Signature& = {});
+  void all_reduce(const void* in, void* out, size_t count, Type, Op, const Signature& = UNSIGNED);
+  void all_gather(const void* in, void* out, size_t bytes, const Signature& = UNSIGNED);
   // in: n parts of `count` elements.
-  void reduce_scatter(const void* in, void* out, size_t count, Type, Op, const Signature& = {});
+  void reduce_scatter(const void* in, void* out, size_t count, Type, Op, const Signature& = UNSIGNED);
   // n parts each, one after the other, of the given sizes in bytes; row_bytes, what a part is
   // counted in, must be the same on all ranks.
   void all_to_all(const void* in, void* out, const size_t* in_bytes, const size_t* out_bytes,
-                  size_t row_bytes, const Signature& = {});
-  void broadcast(void* buf, size_t bytes, int root, const Signature& = {});
+                  size_t row_bytes, const Signature& = UNSIGNED);
+  void broadcast(void* buf, size_t bytes, int root, const Signature& = UNSIGNED);
   void barrier();
 
   // The two halves apart. `start` publishes. If the peers have published too, or do so within
