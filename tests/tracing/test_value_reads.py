@@ -37,7 +37,7 @@ def traced(read: Callable[..., Any], mode: str = "joint") -> fcoll.Trace:
 
 def line_of(text: str, fn: Any) -> str:
     lines, first = inspect.getsourcelines(fn)
-    return f"test_values.py:{first + next(i for i, s in enumerate(lines) if text in s)}"
+    return f"test_value_reads.py:{first + next(i for i, s in enumerate(lines) if text in s)}"
 
 
 # -- reads that are no decisions ---
@@ -215,7 +215,7 @@ def test_a_branch_may_be_taken_that_sends_the_same(read, note):
     found = traced(read)
     assert [c.phase for c in found.collectives] == ["fwd", "bwd"]
     assert note in "".join(found.notes)
-    assert all("test_values.py:" in text for text in found.notes)
+    assert all("test_value_reads.py:" in text for text in found.notes)
     assert all(text in str(found) for text in found.notes)
     assert fcoll.Trace.from_json(found.to_json()).notes == found.notes
 
