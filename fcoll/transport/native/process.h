@@ -24,6 +24,7 @@ class Process {
 int fork_count();
 
 // The mutex is taken over each fork: else the child may find it locked by a thread it does not have.
+// Not a shared_mutex, which the child, having another thread id, does not unlock.
 void hold_over_forks(void* mutex, void (*lock)(void*), void (*unlock)(void*));
 template <class Mutex>
 void hold_over_forks(Mutex& mutex) {

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <map>
 #include <numeric>
-#include <shared_mutex>
+#include <mutex>
 #include <unordered_map>
 
 #include "signature.h"
@@ -27,8 +27,8 @@ constexpr double PATIENCE_US = 5;
 
 namespace {
 
-std::shared_mutex& registry_mutex = *[] {
-  auto* made = new std::shared_mutex;
+std::mutex& registry_mutex = *[] {
+  auto* made = new std::mutex;
   hold_over_forks(*made);
   return made;
 }();
@@ -44,14 +44,14 @@ int64_t next_handle = 1;
 }  // namespace
 
 GroupPtr group_of(int64_t handle) {
-  std::shared_lock lock(registry_mutex);
+  std::lock_guard lock(registry_mutex);
   auto found = groups.find(handle);
   TORCH_CHECK(found != groups.end(), "fcoll: this group has been destroyed");
   return found->second;
 }
 
 GroupPtr group_named(const std::string& name, const void* process_group) {
-  std::shared_lock lock(registry_mutex);
+  std::lock_guard lock(registry_mutex);
   auto found = by_name.find(name);
   if (found == by_name.end()) return nullptr;
   const void* known = found->second.process_group;
@@ -65,7 +65,7 @@ GroupPtr group_named(const std::string& name, const void* process_group) {
 
 std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s) {
   auto group = std::make_shared<Group>(rank, n, timeout_s);
-  std::unique_lock lock(registry_mutex);
+  std::lock_guard lock(registry_mutex);
   int64_t handle = next_handle++;
   groups[handle] = group;
   Address at = group->address();
@@ -82,12 +82,12 @@ std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds
 
 void bind_group(const std::string& name, int64_t handle) {
   auto group = group_of(handle);
-  std::unique_lock lock(registry_mutex);
+  std::lock_guard lock(registry_mutex);
   by_name[name] = {group, c10d::resolve_process_group(name).get()};
 }
 
 void close_group(int64_t handle) {
-  std::unique_lock lock(registry_mutex);
+  std::lock_guard lock(registry_mutex);
   auto found = groups.find(handle);
   if (found == groups.end()) return;
   std::erase_if(by_name, [&](const auto& entry) { return entry.second.group == found->second; });
