@@ -254,7 +254,7 @@ def little_address_space(rank, who):
     fcoll.barrier(group)
     if rank in who:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        room = pages * 4096 + (96 << 20)
+        room = pages * 4096 + (500 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     return wrong_sums(group.group_name, [1, 100, 30_000, 1_000_000, 2_500_000])
 

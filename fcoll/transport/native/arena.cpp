@@ -1,8 +1,10 @@
 #include "arena.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <fstream>
 #include <string>
 
 #include "kernels.h"
@@ -54,15 +56,29 @@ void ArenaFile::write(uint64_t offset, const void* from, size_t bytes) {
 // -- this rank's parts ----------------------------------------------------------------------------
 
 namespace {
+
+size_t address_space_left() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
+  size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  size_t used = pages * SharedFile::PAGE;
+  return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
+}
+
 // As many parts as fill a core's own cache, in pages of their own.
 size_t room_for(size_t bytes) {
   constexpr size_t CACHE = 1 << 20;
   return std::clamp<size_t>(CACHE / std::max<size_t>(bytes, 1), 2, 8) *
          round_up(bytes, SharedFile::PAGE);
 }
+
 }  // namespace
 
 Arena::Arena(Group& group) : group_(group), born_(fork_count()), files_(group.size()) {
+  // What is left of a limit is for the program: mappings would take it away from malloc.
+  constexpr size_t MUCH = size_t(4) << 30;
+  shared_ = address_space_left() >= MUCH;
   try {
     files_[group.rank()] = std::make_shared<ArenaFile>();
   } catch (const std::runtime_error&) {
