@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import Counter
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from cases import Case
 from fuzz_calls import Fuzzer, Trial, trial
+
+from fcoll.eager import direct
 
 SECONDS = 8.0
 
@@ -51,3 +54,30 @@ def test_silence_and_wrong_values_are_faults(shared2):
     assert not fuzz_calls.faults(Trial(0, "eager", (CASE,)), [played[0] for played in seen])
     other = dataclasses.replace(CASE, args={"reduce_op": "max"})
     assert fuzz_calls.faults(Trial(0, "eager", (other,)), [played[0] for played in seen])
+
+
+def play_without_dtypes(rank: int, trials: list[Trial]) -> list[fuzz_calls.Played]:
+    """As if signatures had the tensors' bytes only."""
+    signed = direct.signed
+
+    def forgetful(*args):
+        made = signed(*args)
+        plain = [x.detach().contiguous().view(-1).view(torch.uint8) for x in made.tensors]
+        return made._replace(tensors=plain)
+
+    direct.signed = forgetful
+    try:
+        return fuzz_calls.play(rank, trials)
+    finally:
+        direct.signed = signed
+
+
+def test_a_word_that_the_signature_lacks_is_noticed(shared2):
+    made = (trial(i, 0, 2, {"eager": 1}) for i in itertools.count())
+    # what C++ serves makes its own signature; Python makes that of all else
+    of_it = (t for t in made if t.what == "dtype" and t.calls[t.at].op in ("gather", "permute"))
+    some = list(itertools.islice(of_it, 4))
+    assert not any(faults_of(t, shared2) for t in some)
+    seen = list(zip(*shared2.run(play_without_dtypes, some), strict=True))
+    found = [fuzz_calls.faults(t, played) for t, played in zip(some, seen, strict=True)]
+    assert any("another dtype" in fault for fault in itertools.chain(*found)), found
