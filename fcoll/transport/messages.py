@@ -20,10 +20,10 @@ Header and answer have tags of their own, so that a plain ``dist.recv`` can take
 from __future__ import annotations
 
 import atexit
+import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from fcoll.groups import Group
 
 TAGS = 2**29  # tags of users are below; headers and answers have those above
 _HEADER_TAG, _ANSWER_TAG = TAGS, 2 * TAGS
-_LOOK_S = 0.0005  # how often the thread looks for headers
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.005  # of the thread between two looks
 
 
 class Header(NamedTuple):
@@ -77,10 +77,9 @@ def header_of(x: Tensor) -> Header:
 
 
 def _mismatch(sender: int, sent: Header, receiver: int, expected: Header) -> CollectiveMismatch:
-    made = CollectiveMismatch(
+    return CollectiveMismatch(
         message=f"rank {sender} sends {sent} to rank {receiver}, which expects {expected}"
     )
-    return made
 
 
 class Message(dist.Work):
@@ -88,21 +87,22 @@ class Message(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
-        self._finish: Callable[[], CollectiveMismatch | None] | None = self.finish
-        self._error: Exception | None = None
+        self.complete = False
+        self.error: Exception | None = None
 
-    def finish(self) -> CollectiveMismatch | None:
+    def finish(self) -> None:
+        """Wait for the other side; raise if it differs."""
         raise NotImplementedError
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if not self.complete:
+            self.complete = True  # gloo's works are waited for once
             try:
-                self._error = finish()
-            except Exception as error:  # gloo's: the peer died, or did not come in time
-                self._error = error
-        if self._error is not None:
-            raise self._error
+                self.finish()
+            except Exception as error:
+                self.error = error
+        if self.error is not None:
+            raise self.error
         return True
 
 
@@ -112,23 +112,22 @@ class Sent(Message):
     def __init__(self, buf: Tensor, data: Tensor, peer: int, tag: int, g: Group) -> None:
         super().__init__()
         self.mine, self.peer, self.rank = header_of(buf), peer, g.rank
-        self.answer = _room()
-        header = _packed(self.mine)
+        self.answer, header = _room(), _packed(self.mine)
+        pg = g.pg
         # the answer's place first: then it is sent as soon as the header has come
         self.works = [
-            g.pg.recv([self.answer], peer, tag + _ANSWER_TAG),
-            g.pg.send([header], peer, tag + _HEADER_TAG),
-            g.pg.send([data], peer, tag),
+            pg.recv([self.answer], peer, tag + _ANSWER_TAG),
+            pg.send([header], peer, tag + _HEADER_TAG),
+            pg.send([data], peer, tag),
         ]
         self.buffers = [header, data]
 
-    def finish(self) -> CollectiveMismatch | None:
+    def finish(self) -> None:
         self.works[2].wait()
         expected = _unpacked(self.answer)  # none from a plain dist.recv
         self.works, self.buffers = [], []
-        if expected in (None, self.mine):
-            return None
-        return _mismatch(self.rank, self.mine, self.peer, expected)
+        if expected not in (None, self.mine):
+            raise _mismatch(self.rank, self.mine, self.peer, expected)
 
 
 class Received(Message):
@@ -136,39 +135,39 @@ class Received(Message):
 
     def __init__(self, buf: Tensor, data: Tensor, peer: int, tag: int, g: Group) -> None:
         super().__init__()
-        self.mine, self.peer, self.tag, self.g = header_of(buf), peer, tag, g
+        self.mine, self.peer, self.tag, self.rank = header_of(buf), peer, tag, g.rank
+        self.pg = g.pg
         self.data, self.header = data, _room()
-        self.sent: Header | None = None  # what the sender says, once it is known
+        self.accepted = False
         self.works: list[dist.Work] = []
-        self.header_work = g.pg.recv([self.header], peer, tag + _HEADER_TAG)
+        self.header_work = self.pg.recv([self.header], peer, tag + _HEADER_TAG)
         _expected.add(self)
-
-    def arrived(self) -> bool:
-        return _unpacked(self.header) is not None
 
     def accept(self) -> None:
         """Answer the header, and take the data; away, if it is not what was expected."""
-        self.sent = _unpacked(self.header)
-        assert self.sent is not None
-        if self.sent != self.mine:
-            self.data = torch.empty(self.sent.bytes, dtype=torch.uint8)
-        self.answer = _packed(self.mine)
-        self.works = [
-            self.g.pg.send([self.answer], self.peer, self.tag + _ANSWER_TAG),
-            self.g.pg.recv([self.data], self.peer, self.tag),
-        ]
+        self.accepted = True
+        sent = _unpacked(self.header)
+        assert sent is not None
+        self.sent, self.answer = sent, _packed(self.mine)
+        if sent != self.mine:
+            self.data = torch.empty(sent.bytes, dtype=torch.uint8)
+        try:
+            self.works = [
+                self.pg.send([self.answer], self.peer, self.tag + _ANSWER_TAG),
+                self.pg.recv([self.data], self.peer, self.tag),
+            ]
+        except RuntimeError as error:  # the peer is gone: whoever waits is told
+            self.error = error
 
-    def finish(self) -> CollectiveMismatch | None:
-        if self.sent is None:
+    def finish(self) -> None:
+        if not _expected.has_accepted(self):
             self.header_work.wait()
             _expected.accept_through(self)
         for work in self.works:
             work.wait()
         self.works = []
-        if self.sent == self.mine:
-            return None
-        assert self.sent is not None
-        return _mismatch(self.peer, self.sent, self.g.rank, self.mine)
+        if self.error is None and self.sent != self.mine:
+            raise _mismatch(self.peer, self.sent, self.rank, self.mine)
 
 
 class Expected:
@@ -178,23 +177,29 @@ class Expected:
         self.lock = threading.Lock()
         self.queues: dict[Any, deque[Received]] = {}  # by process group, peer and tag
         self.thread: threading.Thread | None = None
-        self.ended = threading.Event()
+        self.news = threading.Event()  # look often
+        self.ended = False
 
     def add(self, message: Received) -> None:
         with self.lock:
             self.queues.setdefault(self._key(message), deque()).append(message)
+            self.news.set()
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="fcoll-p2p", daemon=True)
                 self.thread.start()
 
+    def has_accepted(self, message: Received) -> bool:
+        with self.lock:  # not while it is at it
+            return message.accepted
+
     def accept_through(self, message: Received) -> None:
         """Accept this one and all before it: data of one tag is taken in the order of headers."""
         with self.lock:
-            while message.sent is None:
+            while not message.accepted:
                 self._accept_first(self._key(message))
 
     def _key(self, message: Received) -> Any:
-        return message.g.pg, message.peer, message.tag
+        return message.pg, message.peer, message.tag
 
     def _accept_first(self, key: Any) -> None:
         queue = self.queues[key]
@@ -203,17 +208,24 @@ class Expected:
             del self.queues[key]
 
     def _run(self) -> None:
-        while not self.ended.wait(_LOOK_S):
+        nap = _FIRST_NAP_S
+        while not self.ended:
+            nap = _FIRST_NAP_S if self.news.wait(nap) else min(1.2 * nap, _LONGEST_NAP_S)
+            self.news.clear()
             with self.lock:
-                for key in [k for k, queue in self.queues.items() if queue[0].arrived()]:
+                arrived = [k for k, queue in self.queues.items() if _unpacked(queue[0].header)]
+                for key in arrived:
                     self._accept_first(key)
                 if not self.queues:
                     self.thread = None
                     return
+            if arrived:
+                self.news.set()
 
     def end(self) -> None:
         """At the process's exit: no thread may be in gloo then."""
-        self.ended.set()
+        self.ended = True
+        self.news.set()
         thread = self.thread
         if thread is not None:
             thread.join(timeout=5)
@@ -221,3 +233,4 @@ class Expected:
 
 _expected = Expected()
 atexit.register(_expected.end)
+os.register_at_fork(after_in_child=_expected.__init__)  # type: ignore[misc]

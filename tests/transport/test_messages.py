@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,10 +143,12 @@ def test_compiled_messages_are_compared(ranks2):
 
 def ends_early(rank: int) -> None:
     """Nobody sends: the process still ends well."""
-    if rank == 1:
-        fcoll.irecv(torch.zeros(2), 0, tag=5)
-        assert messages._expected.thread is not None
-        time.sleep(0.01)
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        return store.wait(["expected"])
+    fcoll.irecv(torch.zeros(2), 0, tag=5)
+    assert messages._expected.thread is not None
+    store.set("expected", "")
 
 
 def test_a_process_ends_with_a_receive_outstanding():
