@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections import Counter
@@ -39,6 +40,7 @@ TORCHS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_
 TORCHS += ["broadcast"]
 TORCHS_DTYPES = (*cases.FLOATS, torch.int32, torch.int64)
 WAYS = {"eager": 50, "in flight": 30, "accelerated": 19, "compiled": 1}  # of 100 trials
+GRAPHS = 6
 GROUP_S = 20.0
 
 
@@ -53,6 +55,7 @@ class Trial:
     victim: int = -1
     what: str = ""
     changed: Case | None = None
+    backend: str = "aot_eager"  # of a compiled one
 
     def call(self, i: int, rank: int) -> Case:
         differs = self.changed is not None and (i, rank) == (self.at, self.victim)
@@ -199,10 +202,10 @@ class Played:
 
 
 def play(rank: int, trials: Sequence[Trial]) -> list[Played]:
-    """Trials that agree share a group; every other has one of its own."""
+    """Trials that agree share the world's group; every other has one of its own."""
     torch._dynamo.config.recompile_limit = 10_000
     torch._dynamo.config.accumulated_recompile_limit = 10_000
-    common = new_group()
+    common = dist.group.WORLD
     seen = []
     with fcoll.symm_mem.accelerate_c10d():
         for t in trials:
@@ -229,7 +232,8 @@ def play_one(rank: int, t: Trial, group: dist.ProcessGroup) -> Played:
                 played.outcomes.append(packed([fcoll.wait_tensor(y) for y in outs]))
         else:
             for case, xs in zip(calls, inputs, strict=True):
-                played.outcomes.append(MAKE[t.way](case, xs, group))
+                make = MAKE.get(t.way) or functools.partial(compiled, t.backend)
+                played.outcomes.append(make(case, xs, group))
     except Exception as error:
         played.error, played.said = class_of(error), str(error)
         played.later = later(group)
@@ -269,15 +273,20 @@ def by_torch(case: Case, xs: list[torch.Tensor], group: Any) -> compare.Outcome:
     return packed([torch.ops._c10d_functional.wait_tensor(y) for y in outs])
 
 
-def compiled(case: Case, xs: list[torch.Tensor], group: Any) -> compare.Outcome:
-    fn = cases.prepared(case, cases.arguments(case, xs, group))
-    return packed(torch.compile(fn, fullgraph=True, backend="aot_eager")(*xs))
+_graphs: dict[tuple[str, str, str], Callable[..., Any]] = {}
+
+
+def compiled(backend: str, case: Case, xs: list[torch.Tensor], group: Any) -> compare.Outcome:
+    key = backend, shown(case), group.group_name
+    if key not in _graphs:
+        fn = cases.prepared(case, cases.arguments(case, xs, group))
+        _graphs[key] = torch.compile(fn, fullgraph=True, backend=backend)
+    return packed(_graphs[key](*xs))
 
 
 MAKE: dict[str, Callable[..., compare.Outcome]] = {
     "eager": compare.outcome,
     "accelerated": by_torch,
-    "compiled": compiled,
 }
 
 # -- the verdict ---
@@ -314,15 +323,23 @@ def faults(t: Trial, seen: Sequence[Played]) -> list[str]:
 class Fuzzer:
     """Trials of one seed, in batches: a batch is one request to the ranks."""
 
-    def __init__(self, pool: RankPool, seed: int, ways: dict[str, int] = WAYS) -> None:
-        self.pool, self.seed, self.ways = pool, seed, ways
+    def __init__(
+        self,
+        pool: RankPool,
+        seed: int,
+        ways: dict[str, int] = WAYS,
+        backend: str = "aot_eager",
+    ) -> None:
+        self.pool, self.seed, self.ways, self.backend = pool, seed, ways, backend
         self.done: Counter[str] = Counter()
 
     def run(self, numbers: Sequence[int]) -> str:
         """The first fault of these trials, with the command that repeats it; or empty."""
         trials = [trial(i, self.seed, self.pool.world_size, self.ways) for i in numbers]
+        trials = [dataclasses.replace(t, backend=self.backend) for t in trials]
         try:
-            by_rank = self.pool.run(play, trials, timeout=30 + 2 * GROUP_S)
+            seconds = sum(60 if t.way == "compiled" else 2 for t in trials)
+            by_rank = self.pool.run(play, trials, timeout=seconds + 2 * GROUP_S)
         except RankError as error:
             if len(numbers) == 1:
                 return self.told(trials[0], [str(error)])
@@ -335,6 +352,7 @@ class Fuzzer:
 
     def told(self, t: Trial, found: list[str]) -> str:
         again = f"--seed {self.seed} --ranks {self.pool.world_size} --only {t.number}"
+        again += f" --compiled {self.ways['compiled']} --backend {self.backend}"
         lines = [str(t), *found, f"again: python tests/fuzz_calls.py {again}"]
         return "\n".join(lines)
 
@@ -360,11 +378,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, choices=range(2, 5))
     parser.add_argument("--only", type=int, help="the number of one trial")
+    help = "of 100 trials, how many are compiled"
+    parser.add_argument("--compiled", type=int, default=WAYS["compiled"], help=help)
+    parser.add_argument("--backend", default="aot_eager", help="of torch.compile: fcoll, inductor")
     args = parser.parse_args(argv)
+    ways = WAYS | {"compiled": args.compiled}
     with RankPool(args.ranks, {"FCOLL_NATIVE": "1"}) as pool:
-        fuzzer = Fuzzer(pool, args.seed)
+        fuzzer = Fuzzer(pool, args.seed, ways, args.backend)
         if args.only is not None:
-            print(trial(args.only, args.seed, args.ranks))
+            print(trial(args.only, args.seed, args.ranks, ways))
             fault = fuzzer.run([args.only])
         else:
             fault = fuzzer.run_for(args.seconds, 25, lambda text: print(text, flush=True))

@@ -250,6 +250,18 @@ def test_a_failure_on_one_rank_reaches_the_others(shared2, step):
         assert total == [2.0, 2.0]
 
 
+def without_a_store(rank: int) -> list[object]:
+    """A group written in Python may have none."""
+    group = dist.new_group([0, 1])
+    with patched(_torch, "group_store", lambda pg: None):
+        total = fcoll.all_reduce(torch.ones(2), "sum", group).tolist()
+    return [str(fcoll.symm_mem.status(group)).partition(":")[0], total]
+
+
+def test_a_group_without_a_store_gathers_what_ranks_say(shared2):
+    assert shared2.run(without_a_store) == [["shared memory", [2.0, 2.0]]] * 2
+
+
 def interrupted(rank: int) -> tuple:
     def control_c(g):
         raise KeyboardInterrupt
