@@ -55,11 +55,8 @@ def _lobby(g: Group, store: dist.Store) -> Lobby:
         g.rank,
         g.n,
         _torch.group_timeout_s(g.pg),
-        # split_group gives sibling groups one name, and so one store
-        prefix="fcoll_group/" + "_".join(map(str, g.ranks)),
-        names=[
-            f"rank {r}" + ("" if plain else f" (rank {x} of all)") for r, x in enumerate(g.ranks)
-        ],
+        prefix=prefix_of(g),
+        names=[f"rank {r}" if plain else f"rank {r} ({x} of all)" for r, x in enumerate(g.ranks)],
         processes={r: known[x] for r, x in enumerate(g.ranks) if x in known},
     )
 
