@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +72,7 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
         c10d.Backend(backend),
         store,
         c10d.GroupName(name),
-        timeout=c10d._get_default_timeout(backend),
+        timeout=timedelta(seconds=group_timeout_s(world)),
         device_id=world.bound_device_id,
         group_desc=str(list(ranks)),
     )
@@ -105,14 +106,36 @@ _LOCAL_TENSOR = "torch.distributed._local_tensor"
 
 
 def group_timeout_s(pg: dist.ProcessGroup) -> float:
-    options = pg._get_backend(torch.device("cpu")).options
-    return options._timeout.total_seconds()
+    """How long the group's collectives wait; torch's default for groups that do not say."""
+    try:
+        options = pg._get_backend(torch.device("cpu")).options
+        return options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # no backend for CPU tensors, or one written in Python
+        return c10d.default_pg_timeout.total_seconds()
+
+
+def group_store(pg: dist.ProcessGroup) -> dist.Store | None:
+    """The store of a group, with a prefix of its own; None for a group that has none."""
+    try:
+        return pg.get_group_store()
+    except RuntimeError:
+        return None
 
 
 def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:
     """The device types the group's backends serve; a fake group serves all, so gives none."""
     backend = c10d._world.pg_map.get(pg, ("", None))[0]
     return () if backend == "fake" else tuple(d.type for d in pg._device_types)
+
+
+def is_gloo(pg: dist.ProcessGroup) -> bool:
+    """Does gloo move the group's CPU tensors?"""
+    if "cpu" not in device_types(pg):
+        return False
+    try:
+        return pg._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:  # a group written in Python
+        return False
 
 
 def has_native_avg(pg: dist.ProcessGroup, device: torch.device) -> bool:

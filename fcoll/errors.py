@@ -9,6 +9,7 @@ import re
 from typing import Any, NoReturn
 
 from fcoll import _torch
+from fcoll.lobby import Died, NotMet
 from fcoll.source import user_line
 
 
@@ -289,6 +290,13 @@ def from_native(error: Exception) -> Exception:
         return error
     made: FcollError = globals()[found[1]](message=found[3])
     made.rank = int(found[2])
+    return made
+
+
+def from_lobby(why: NotMet) -> FcollError:
+    """That ranks did not come together, as the error of a collective that waited for them."""
+    made = (PeerDied if isinstance(why, Died) else CollectiveTimeout)(message=str(why))
+    made.rank = why.ranks[0] if why.ranks else -1
     return made
 
 

@@ -327,7 +327,10 @@ def _tag(name: str, tag: Any) -> int:
 
 
 def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
-    """Start sending x to rank dst of the group; wait_tensor on the empty tensor it returns."""
+    """Start sending x to rank dst of the group; wait_tensor on the empty tensor it returns.
+
+    An irecv of another length or dtype is a CollectiveMismatch at both waits.
+    """
     x, dst, tag = arguments.tensor("isend", x), integer("isend", "dst", dst), _tag("isend", tag)
     name = group_name(group)
     token = start("isend", x, dst, tag, name)
@@ -336,7 +339,10 @@ def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
 
 
 def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tensor:
-    """A new tensor of like's shape and dtype, received from rank src of the group."""
+    """A new tensor of like's shape and dtype, received from rank src of the group.
+
+    It takes what isend and batch_p2p send, not what a plain dist.send does.
+    """
     like = arguments.tensor("irecv", like, "like")
     src, tag = integer("irecv", "src", src), _tag("irecv", tag)
     name = group_name(group)

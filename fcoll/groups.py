@@ -6,18 +6,21 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch
 from fcoll.errors import (
+    GroupClosed,
     NotInGroup,
     NotInitialized,
     UnknownGroup,
     WrongDevice,
+    from_lobby,
 )
+from fcoll.lobby import Lobby, NotMet, processes_of
 
 #: Everything that names a group: a ProcessGroup, a 1-D DeviceMesh, a mesh and one of its
 #: dimensions (by number or name), a group's name, its global ranks, or None for all ranks.
@@ -61,6 +64,8 @@ class Group:
 # goes away, and compared, because torch gives the names of destroyed groups to new ones.
 _known: dict[str, tuple[weakref.ref, Group]] = {}
 _times_made: Counter[tuple[int, ...]] = Counter()
+# world -> ranks whose group could not be made -> why
+_not_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
 def by_name(name: str) -> Group:
@@ -170,7 +175,39 @@ def _name_of_ranks(ranks: Sequence) -> str:
     for pg in _torch.all_groups():
         if _torch.group_ranks(pg) == wanted:
             return pg.group_name
+    return _make(wanted).group_name
+
+
+def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of these ranks, once all of them ask for it.
+
+    If they did not come together once, they never do in this world: a call that is made again
+    could meet another call of the rank that came late.
+    """
+    world = dist.group.WORLD
+    failed = _not_made.setdefault(world, {})
+    if ranks in failed:
+        message = f"the group {list(ranks)} was closed by an earlier error: {failed[ranks]}"
+        raise GroupClosed(message=message)
     # a new name each time: after a destroyed group of that name, gloo would find the old addresses
-    _times_made[wanted] += 1
-    name = f"fcoll{list(wanted)}#{_times_made[wanted]}"
-    return _torch.new_group(wanted, name).group_name
+    name = f"fcoll{list(ranks)}#{_times_made[ranks] + 1}"
+    store = _torch.group_store(world)
+    if store is not None and _torch.device_types(world):  # else it is a fake one
+        known, me = processes_of(world), ranks.index(dist.get_rank())
+        lobby = Lobby(
+            store,
+            me,
+            len(ranks),
+            _torch.group_timeout_s(world),
+            prefix=f"fcoll_new/{name}",
+            names=[f"rank {r}" for r in ranks],
+            processes={i: known[r] for i, r in enumerate(ranks) if r in known},
+        )
+        try:
+            lobby.exchange("")
+        except NotMet as why:
+            lobby.give_up(why)
+            failed[ranks] = str(why)
+            raise from_lobby(why) from None
+    _times_made[ranks] += 1
+    return _torch.new_group(ranks, name)

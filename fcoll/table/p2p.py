@@ -14,6 +14,7 @@ from fcoll.table.checks import check_list, check_rank
 from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
 from fcoll.table.shapes import nothing, same
 from fcoll.transport.carriers import carrier_of, carrier_of_pairs
+from fcoll.transport.messages import TAGS
 from fcoll.transport.protocol import Then, Transfer, issued
 
 
@@ -25,6 +26,11 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
     )
 
 
+def _check_tag(op: str, tag: int) -> None:
+    if not 0 <= tag < TAGS:
+        fail(BadOption, op=op, arg="tag", value=tag, known=f"0 to {TAGS - 1}")
+
+
 # -- isend, irecv ---
 
 
@@ -34,6 +40,7 @@ def _transfer(name: str, peer: str, shape: Callable[..., Shape]) -> Collective:
     def check(tensor: Tensor, rank: int, tag: int, group_name: str) -> None:
         check_device(name, tensor.device.type, group_name)
         check_rank(name, peer, rank, group_name)
+        _check_tag(name, tag)
 
     def run(tensor: Tensor, rank: int, tag: int, group_name: str) -> Tensor:
         return _run_batch([name], [rank], [tag], [tensor], group_name)[0]
@@ -75,7 +82,8 @@ def _check_batch(
         fail(MismatchedLists, op=op, why=why, hint="Give one of each for every transfer.")
     check_list(op, tensors)
     check_device(op, tensors[0].device.type, group_name)
-    for name, peer in zip(op_list, peer_list, strict=True):
+    for name, peer, tag in zip(op_list, peer_list, tag_list, strict=True):
+        _check_tag(op, tag)
         if name not in ("isend", "irecv"):
             fail(BadOption, op=op, arg="op", value=name, known="isend, irecv")
         check_rank(op, "peer", peer, group_name)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.reductions import REDUCTIONS, Reduction
+from fcoll.transport import messages
 from fcoll.transport.protocol import (
     Started,
     Transfer,
@@ -136,6 +137,9 @@ def barrier(g: Group) -> dist.Work | None:
 
 
 def transfer(transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
+    if _torch.is_gloo(g.pg) and all(t.buf.device.type == "cpu" for t in transfers):
+        sides = [(messages.Sent if t.sends else messages.Received, t) for t in transfers]
+        return [side(t.buf, in_bytes(t.buf), t.peer, t.tag, g) for side, t in sides]
     ops = [
         dist.P2POp(
             dist.isend if t.sends else dist.irecv,

@@ -100,16 +100,26 @@ class Then(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         works, self.works = self.works, ()
-        for work in works:
-            if timeout:
-                work.wait(timeout)
-            else:
-                work.wait()
+        failed = [error for work in works if (error := _failure(work, timeout))]
+        if failed:
+            raise failed[0]
         finish, self.finish = self.finish, None
         if finish:
             with torch.no_grad():
                 finish()
         return True
+
+
+def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
+    """What the wait raises. Raised only when all are waited for: a peer may need the others."""
+    try:
+        if timeout:
+            work.wait(timeout)
+        else:
+            work.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:

@@ -2,20 +2,21 @@
 
 A group qualifies if every rank can map every other's memory: proved, not guessed, at its first
 collective on CPU tensors, by a random token that each rank puts into its memory and tells the
-others through the process group. If one cannot, all use the process group.
+others (handshake.py). If one cannot, for whatever reason, all use the process group.
 
 The primitives are complete when they return, and take the common dtypes as they are.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch
+from fcoll.errors import FcollError, GroupClosed
 from fcoll.groups import Group
 from fcoll.reductions import Reduction
 from fcoll.transport import process_group
+from fcoll.transport.handshake import Exchange, meeting
 from fcoll.transport.native import build
 from fcoll.transport.protocol import (
     Started,
@@ -35,6 +38,7 @@ from fcoll.transport.protocol import (
 )
 
 MAX_RANKS = 64  # call.h
+REASON = 300  # characters of a reason that peers are told
 
 _self: Any = sys.modules[__name__]  # this module as a Carrier
 
@@ -58,6 +62,9 @@ class Status:
 
 # name -> (weak reference to the process group, Status): names are given again (see groups.py)
 _known: dict[str, tuple[weakref.ref, Status]] = {}
+
+# name -> (weak reference to the process group, why its ranks did not come together)
+_closed: dict[str, tuple[weakref.ref, str]] = {}
 
 # The outcome by name, for those who must not lose time: hints, since a name may stand for another
 # group by now. C++ looks before it serves a call, and who is sent back goes the long way.
@@ -83,11 +90,23 @@ def known_groups() -> list[tuple[str, int, bool]]:
 
 
 def status_of(g: Group) -> Status:
-    """How the group's collectives travel. Its ranks find that out together: all must ask."""
+    """How the group's collectives travel. Its ranks find that out together: all must ask.
+
+    A group whose ranks did not come together is closed: a call that is made again could meet
+    another call of the rank that came late.
+    """
     known = known_status(g)
     if known is not None:
         return known
-    pg, made = g.pg, _connect(g)
+    pg = g.pg
+    closed = _closed.get(g.name)
+    if closed is not None and closed[0]() is pg:
+        raise GroupClosed(message=f"the group was closed by an earlier error: {closed[1]}")
+    try:
+        made = _connect(g)
+    except FcollError as error:
+        _closed[g.name] = (weakref.ref(pg), str(error.args[0]))
+        raise
     _known[g.name] = (weakref.ref(pg), made)
     (served if made.shared else refused).add(g.name)
     (refused if made.shared else served).discard(g.name)
@@ -97,47 +116,82 @@ def status_of(g: Group) -> Status:
 
 
 def _connect(g: Group) -> Status:
-    """Open this rank's memory, exchange tokens, map the peers', and agree on the outcome."""
+    """Find out with the other ranks how the group's bytes travel. What all know is not asked."""
     if not g.serves:
         return Status(0, "a fake group moves no bytes")
     if "cpu" not in g.serves:
         return Status(0, "the group has no backend for CPU tensors")
     if not 1 < g.n <= MAX_RANKS:
         return Status(0, f"it has {g.n} ranks; shared memory serves 2 to {MAX_RANKS}")
-    why_not = build.load()
-    handle, fd, token = 0, -1, 0
+    with meeting(g) as exchange:
+        mine = _open(g)
+        try:
+            why_not = _agree(g, mine, exchange)
+        except BaseException:
+            _close(mine)
+            raise
     if not why_not:
+        torch.ops.fcoll_native.bind(g.name, mine.handle)
+        return Status(mine.handle, f"{g.n} ranks on {socket.gethostname()}")
+    _close(mine)
+    return Status(0, why_not)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A rank's own memory, or why it has none, as it tells its peers."""
+
+    why_not: str = ""
+    host: int = 0
+    pid: int = 0
+    handle: int = 0  # of this process
+    fd: int = -1
+    token: int = 0
+
+
+def _open(g: Group) -> Opened:
+    """This rank's memory. Whatever goes wrong is told to the peers, which wait for it."""
+    try:
+        if why_not := build.load():
+            return Opened(why_not[:REASON])
         timeout_s = _torch.group_timeout_s(g.pg)
-        handle, fd, token = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
-    facts = [int(not why_not), _host(), os.getpid(), fd, token]
-    ok, hosts, pids, fds, tokens = zip(*_all_ranks(g, facts), strict=True)
-    if not all(ok):
-        why_not = why_not or f"rank {ok.index(0)} has no compiled library"
-    elif len(set(hosts)) > 1:
-        why_not = f"its ranks are on {len(set(hosts))} hosts"
-    else:
-        why_not = torch.ops.fcoll_native.join(handle, pids, fds, tokens)
-    failed = [r for r, (bad,) in enumerate(_all_ranks(g, [int(bool(why_not))])) if bad]
-    if not failed:
-        torch.ops.fcoll_native.bind(g.name, handle)
-        return Status(handle, f"{g.n} ranks on {socket.gethostname()}")
-    if handle:
-        torch.ops.fcoll_native.close(handle)
-    return Status(0, why_not or f"rank {failed[0]} could not map the memory of its peers")
+        host = _host()
+        return Opened("", host, os.getpid(), *torch.ops.fcoll_native.open(g.rank, g.n, timeout_s))
+    except Exception as error:
+        return Opened(_said(error))
+
+
+def _close(mine: Opened) -> None:
+    if mine.handle:
+        torch.ops.fcoll_native.close(mine.handle)
+
+
+def _agree(g: Group, mine: Opened, exchange: Exchange) -> str:
+    """Map the peers' memory, if all ranks can: empty, or on all ranks why not."""
+    cards = [Opened(**json.loads(text)) for text in exchange(json.dumps(asdict(mine)))]
+    without = [f"rank {r}: {card.why_not}" for r, card in enumerate(cards) if card.why_not]
+    if without:
+        return mine.why_not or without[0]
+    hosts = {card.host for card in cards}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts"
+    try:
+        addresses = [(card.pid, card.fd, card.token) for card in cards]
+        why_not = torch.ops.fcoll_native.join(mine.handle, *zip(*addresses, strict=True))
+    except Exception as error:
+        why_not = _said(error)
+    failed = [(r, text) for r, text in enumerate(exchange(why_not)) if text]
+    return why_not or (f"rank {failed[0][0]}: {failed[0][1]}" if failed else "")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:REASON]
 
 
 def _host() -> int:
     """A number that differs between hosts: the kernel's random boot id."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     return int(boot_id.replace("-", "")[:15], 16)
-
-
-def _all_ranks(g: Group, mine: list[int]) -> list[list[int]]:
-    """Every rank's numbers, through the process group."""
-    all_ranks = torch.empty(g.n * len(mine), dtype=torch.int64)
-    work = process_group.all_gather(all_ranks, torch.tensor(mine, dtype=torch.int64), g)
-    work.wait()  # type: ignore[union-attr]
-    return all_ranks.view(g.n, -1).tolist()
 
 
 # -- what the ranks compare ---

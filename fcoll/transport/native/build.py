@@ -1,8 +1,8 @@
 """Compile the C++ once, at first use, and load it.
 
 The library is cached under the hash of its sources, the exact torch version (the classes it
-derives from change between versions), the compiler and the CPU's flags. A lock lets one of many
-ranks compile while the others wait.
+derives from change between versions) and the CPU's instruction set. A lock lets one of many ranks
+compile while the others wait; if it fails, they fail with it.
 
 Beside it is an extension module of Python's, ``fast``, one for each version of Python, where
 Python's headers are installed. Nothing but speed depends on it.
@@ -10,20 +10,17 @@ Python's headers are installed. Nothing but speed depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -31,9 +28,15 @@ from typing import Any
 
 import torch
 
+from fcoll.transport.native import cache
+from fcoll.transport.native.compiler import BuildFailed as BuildFailed
+from fcoll.transport.native.compiler import Compiler, say
+
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
 _EXTENSION = Path(__file__).parent / "python.cpp"
-_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-DUSE_DISTRIBUTED"]
+# Until then a process that starts takes over the failure of another: ranks do not start at once.
+RETRY_S = 60.0
+RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
 
 
 class NoFastPath:
@@ -64,41 +67,12 @@ def when_loaded(prepare: Callable[[Any], object]) -> None:
     _when_loaded.append(prepare)
 
 
-class BuildFailed(RuntimeError):
-    """The library could not be compiled; the message says why."""
-
-
-def cache_dir() -> Path:
-    """Where compiled libraries are kept: FCOLL_CACHE_DIR, or the user's cache folder."""
-    default = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "fcoll")
-    return Path(os.environ.get("FCOLL_CACHE_DIR", default)).expanduser()
-
-
-def _compiler() -> str:
-    found = shutil.which(os.environ.get("CXX", "g++"))
-    if found is None:
-        raise BuildFailed("there is no C++ compiler: install g++, or name one in CXX")
-    return found
-
-
-def _cpu_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+# -- where ---
 
 
 def library_path() -> Path:
     """Where the library for this machine and these sources is or will be."""
-    compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    digest = hashlib.sha256()
-    for part in (torch.__version__, version, _cpu_flags(), " ".join(_FLAGS)):
-        digest.update(part.encode())
-    for source in _SOURCES:
-        digest.update(source.read_bytes())
-    return cache_dir() / f"fcoll-{digest.hexdigest()[:16]}.so"
+    return cache.cache_dir() / f"fcoll-{cache.key_of(_SOURCES, torch.__version__)}.so"
 
 
 def _extension_path(library: Path) -> Path | None:
@@ -107,79 +81,84 @@ def _extension_path(library: Path) -> Path | None:
     return library.with_suffix(sysconfig.get_config_var("EXT_SUFFIX")) if headers.exists() else None
 
 
-def _flags() -> list[str]:
-    include = Path(torch.__file__).parent / "include"
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    folders = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
-    return [*_FLAGS, abi, *[f"-I{folder}" for folder in folders]]
+# -- make ---
 
 
-def _compile(folder: Path, library: Path, extension: Path | None) -> None:
-    """What is missing of the two. Each source in a compiler of its own, at once; then link."""
-    sources = [s for s in _SOURCES if s.suffix == ".cpp" and s != _EXTENSION]
-    sources = [] if library.exists() else sources
-    with ThreadPoolExecutor() as pool:
-        made = [pool.submit(_object, source, folder) for source in sources]
-        extension_made = pool.submit(_object, _EXTENSION, folder) if extension else None
-    if sources:
-        objects = [future.result() for future in made]
-        _link(folder, library, [*objects, f"-Wl,-soname,{library.name}"])
-    if extension and extension_made:
-        try:
-            parts = [extension_made.result(), str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
-            _link(folder, extension, parts)
-        except BuildFailed:
-            extension.touch()  # empty: it cannot be compiled here, and is not tried again
+def build(taken_over_s: float = 0.0) -> Path:
+    """The path of the compiled library, compiling it if this machine has not yet.
 
-
-def _object(source: Path, folder: Path) -> str:
-    made = str(folder / f"{source.stem}.o")
-    _run([_compiler(), *_flags(), "-c", str(source), "-o", made])
-    return made
-
-
-def _link(folder: Path, out: Path, parts: list[str]) -> None:
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    partial = folder / out.name
-    _run([_compiler(), "-shared", *parts, *libraries, "-o", str(partial)])
-    os.replace(partial, out)
-
-
-def _run(command: list[str]) -> None:
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode != 0:
-        raise BuildFailed(f"the compiler failed:\n{made.stderr[-2000:]}")
-
-
-def build() -> Path:
-    """The path of the compiled library, compiling it if this machine has not yet."""
+    An attempt of another process that failed while this one waited for it, or up to
+    ``taken_over_s`` before, is not repeated: its BuildFailed is raised here, too.
+    """
     path = library_path()
     extension = _extension_path(path)
-
-    def complete() -> bool:
-        return path.exists() and (extension is None or extension.exists())
-
-    if complete():
+    began = time.time()
+    if path.exists() and not _wants_extension(extension, began):
+        cache.used(path)
         return path
+    if path.exists() and not os.access(path.parent, os.W_OK):
+        return path  # somebody else's cache: without the extension then
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        if not path.exists():
+            if reason := cache.failure_of(path, began - taken_over_s):
+                raise BuildFailed(reason)
+            _make(path, lambda compiler: _library(compiler, path))
+            cache.prune(path.parent)
+        if extension and _wants_extension(extension, began):
+            try:
+                _make(extension, lambda compiler: _extension(compiler, path, extension))
+            except BuildFailed as error:
+                say(f"calls from Python will be slower, without the fast path: {error}")
+    return path
+
+
+def _wants_extension(extension: Path | None, now: float) -> bool:
+    if extension is None or extension.exists():
+        return False
+    return not cache.failure_of(extension, now - RETRY_EXTENSION_S)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if complete():  # another rank has compiled it meanwhile
-            return path
-        print(
-            "fcoll: compiling its C++ part (once, about a minute) ...", file=sys.stderr, flush=True
-        )
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            _compile(Path(folder), path, extension)
-        print(f"fcoll: done in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return path
+        yield
+
+
+def _make(out: Path, make: Callable[[Compiler], None]) -> None:
+    """Make one file of the cache; a failure is noted for those who wait."""
+    start = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix="building-") as folder:
+            make(Compiler(Path(folder), out.with_name(f"{out.name}.log")))
+    except BuildFailed as error:
+        cache.note_failure(out, error)
+        raise
+    cache.forget_failure(out)
+    say(f"done in {time.monotonic() - start:.0f} s")
+
+
+def _library(compiler: Compiler, library: Path) -> None:
+    say("compiling its C++ part (once, about a minute) ...")
+    sources = [s for s in _SOURCES if s.suffix == ".cpp" and s != _EXTENSION]
+    compiler.link(library, [*compiler.objects(sources), f"-Wl,-soname,{library.name}"])
+    library.with_suffix(".txt").write_text(f"compiled by {compiler.version()}\n")
+
+
+def _extension(compiler: Compiler, library: Path, extension: Path) -> None:
+    say("compiling its fast path for this Python ...")
+    (made,) = compiler.objects([_EXTENSION])
+    compiler.link(extension, [made, str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"])
+
+
+# -- load ---
 
 
 def _load_extension(library: Path) -> None:
     global fast
     path = _extension_path(library)
-    if path is None or path.stat().st_size == 0:
+    if path is None or not path.exists():
         return
     loader = ExtensionFileLoader("fcoll_fast", str(path))
     spec = spec_from_file_location("fcoll_fast", path, loader=loader)
@@ -200,7 +179,7 @@ def load() -> str:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"it is written for Linux on x86_64, not {sys.platform} on {platform.machine()}"
     try:
-        library = build()
+        library = build(taken_over_s=RETRY_S)
         torch.ops.load_library(str(library))
         _load_extension(library)
         _loaded = True
@@ -209,7 +188,7 @@ def load() -> str:
             f"fcoll: collectives on this host go through process groups, which is slower: {error}",
             stacklevel=2,
         )
-        return str(error).splitlines()[0]
+        return f"{error}".partition("\n")[0] or type(error).__name__
     return ""
 
 

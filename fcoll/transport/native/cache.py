@@ -1,0 +1,159 @@
+"""The folder of compiled libraries: what an entry is keyed by, failures, and old entries.
+
+An entry is all files that begin with its name, ``fcoll-<key>``: the library, the extension modules
+of each Python, the lock, and after a failure the log and a note of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fcoll.transport.native.compiler import FLAGS, BuildFailed, find_compiler
+
+CPUINFO = Path("/proc/cpuinfo")
+# The extensions that a compiler uses by itself with -march=native. The other flags of a CPU (its
+# bugs, its virtual machine, its clocks) change from boot to boot.
+_EXTENSIONS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "gfni", "vaes", "vpclmul", "apx")
+_MORE_EXTENSIONS = frozenset(
+    [
+        "f16c",
+        "abm",
+        "popcnt",
+        "movbe",
+        "adx",
+        "aes",
+        "pclmulqdq",
+        "sha_ni",
+        "cx16",
+        "lahf_lm",
+        "xop",
+        "tbm",
+        "3dnowprefetch",
+    ]
+)
+
+KEPT = 8  # entries that stay however old they are: a few versions of torch and of fcoll
+OLD_S = 24 * 3600.0
+
+
+def cache_dir() -> Path:
+    """Where compiled libraries are kept: FCOLL_CACHE_DIR, or the user's cache folder."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "fcoll")
+    return Path(os.environ.get("FCOLL_CACHE_DIR", default)).expanduser()
+
+
+def key_of(sources: Sequence[Path], torch_version: str) -> str:
+    """Differs where another library is needed. It needs no compiler: a library that is there is
+    loaded on machines that have none."""
+    digest = hashlib.sha256()
+    for part in (torch_version, instruction_set(), " ".join(FLAGS)):
+        digest.update(part.encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def instruction_set() -> str:
+    """What -march=native may make use of, as far as code depends on it.
+
+    >>> "sse2" in instruction_set().split() or platform.machine() != "x86_64"
+    True
+    """
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = {f for f in line.split() if f.startswith(_EXTENSIONS) or f in _MORE_EXTENSIONS}
+    return " ".join([platform.machine(), *sorted(flags)])
+
+
+# -- failures ---
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed, when, and what it was made with."""
+
+    reason: str
+    when: float
+    made_with: str
+
+
+def note_failure(at: Path, error: BuildFailed) -> None:
+    """Write down beside ``at``, which could not be made, that it could not."""
+    failure = Failure(str(error), time.time(), _compiler_identity())
+    partial = _note_of(at).with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(failure)))
+    os.replace(partial, _note_of(at))
+
+
+def failure_of(at: Path, since: float) -> str:
+    """The reason why ``at`` could not be made, if that was tried with the same compiler after
+    ``since``; else empty: it is worth another attempt."""
+    try:
+        failure = Failure(**json.loads(_note_of(at).read_text()))
+    except (OSError, ValueError, TypeError):
+        return ""
+    same = failure.made_with == _compiler_identity() and since <= failure.when <= time.time()
+    return failure.reason if same else ""
+
+
+def forget_failure(at: Path) -> None:
+    _note_of(at).unlink(missing_ok=True)
+
+
+def _note_of(at: Path) -> Path:
+    return at.with_name(f"{at.name}.failed")
+
+
+def _compiler_identity() -> str:
+    """The compiler's path and time: another one may do better."""
+    try:
+        found = find_compiler()
+    except BuildFailed:
+        return "none"
+    return f"{found} {os.stat(found).st_mtime_ns}"
+
+
+# -- old entries ---
+
+
+def used(library: Path) -> None:
+    """Note that a library was needed: the newest are kept."""
+    try:
+        os.utime(library)
+    except OSError:  # a cache that only its owner writes
+        return
+
+
+def prune(folder: Path) -> list[str]:
+    """Remove entries that are neither among the newest nor of the last day; their names."""
+    newest: dict[str, float] = {}
+    for path in folder.glob("fcoll-*"):
+        name = path.name.partition(".")[0]
+        newest[name] = max(newest.get(name, 0.0), _time_of(path))
+    by_age = sorted(newest, key=lambda name: newest[name], reverse=True)
+    old = [name for name in by_age[KEPT:] if newest[name] < time.time() - OLD_S]
+    for name in old:
+        for path in folder.glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+    for left in folder.glob("building-*"):  # by a process that was killed
+        if _time_of(left) < time.time() - OLD_S:
+            shutil.rmtree(left, ignore_errors=True)
+    return old
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # someone else prunes, too
+        return 0.0
