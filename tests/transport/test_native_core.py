@@ -71,7 +71,7 @@ def test_failures(tmp_path, core, sanitizer):
     """Differing calls, late and leaving ranks, retries, errors between the halves of a call."""
     made = program(tmp_path, "failures_test", sanitizer, core(sanitizer))
     for seed in (1, 2, 3):
-        passes(made, seed, says="11 cases: all right")
+        passes(made, seed, says="12 cases: all right")
 
 
 def test_parts_in_arenas_last_until_they_are_read(tmp_path, core):

@@ -57,6 +57,8 @@ void ArenaFile::write(uint64_t offset, const void* from, size_t bytes) {
 
 namespace {
 
+constexpr uint64_t NOWHERE = UINT64_MAX;  // in no arena: the parts came through the ring
+
 size_t address_space_left() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
@@ -90,6 +92,9 @@ uint8_t* Arena::claim(size_t lane, size_t bytes) {
   if (born_ != fork_count())
     throw Error(Error::forked, -1, "this process was forked after the group was used");
   if (!same_lanes_ || lane >= ArenaFile::LANES || by_ring(bytes)) return nullptr;
+  // What was announced here and never collected: when the peers have announced theirs, they have read
+  // what was in the lane before it.
+  abandon(lane * ArenaFile::LANE);
   // Next to where they met last, or at the beginning: never in it.
   auto [begin, end] = met_[lane];
   uint64_t at = round_up(end, SharedFile::PAGE);
@@ -167,7 +172,7 @@ uint64_t Arena::announce(const Call& call, const uint8_t* mine, size_t bytes) {
   auto news = std::make_unique<Announced>();
   news->id = ++last_id_;
   news->bytes = bytes;
-  news->mine = UINT64_MAX;
+  news->mine = NOWHERE;
   news->ticket = 0;
   if (by_ring(bytes)) {
     gather(call, mine, bytes, news->travelled);
@@ -180,10 +185,12 @@ uint64_t Arena::announce(const Call& call, const uint8_t* mine, size_t bytes) {
   return last_id_;
 }
 
-void Arena::abandon(uint64_t mine) {
-  for (const auto& news : announced_)
-    if (news->mine == mine && news->ticket) group_.finish(news->ticket);  // it writes to `where`
-  std::erase_if(announced_, [&](const auto& news) { return news->mine == mine; });
+void Arena::abandon(uint64_t place) {
+  std::erase_if(announced_, [&](const auto& news) {
+    if (news->mine == NOWHERE || !ArenaFile::together(news->mine, place)) return false;
+    if (news->ticket) group_.finish(news->ticket);  // it writes to `where`
+    return true;
+  });
 }
 
 Parts Arena::collect(uint64_t announced) {
@@ -194,7 +201,7 @@ Parts Arena::collect(uint64_t announced) {
   auto news = std::move(*found);
   announced_.erase(found);
   if (news->ticket) group_.finish(news->ticket);
-  if (news->mine != UINT64_MAX) return find(news->where.data(), news->bytes);
+  if (news->mine != NOWHERE) return find(news->where.data(), news->bytes);
   travelled_ = std::move(news->travelled);
   return parts_in(travelled_, news->bytes);
 }

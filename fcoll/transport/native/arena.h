@@ -49,6 +49,8 @@ class ArenaFile {
   std::optional<uint64_t> offset_of(const uint8_t* data) const;
   void read(uint64_t offset, void* to, size_t bytes) const;
   void write(uint64_t offset, const void* from, size_t bytes);  // mapped or not
+  // Are both in one lane, or in one spare place?
+  static bool together(uint64_t a, uint64_t b) { return window_of(a).at == window_of(b).at; }
 
  private:
   struct Window {
@@ -80,7 +82,7 @@ class Arena {
   // opens the peers' arenas.
   Parts meet(const Call&, const uint8_t* mine, size_t bytes);
   // The same in two halves, for several at once. A program that fails between them never collects:
-  // what was announced in a place is abandoned when the place is used again.
+  // what was announced in a lane or spare place is abandoned when that is used again.
   uint64_t announce(const Call&, const uint8_t* mine, size_t bytes);
   Parts collect(uint64_t announced);
 
@@ -105,7 +107,7 @@ class Arena {
   Parts parts_in(const std::vector<uint8_t>& all, size_t bytes) const;
   uint64_t place(const uint8_t* mine, size_t bytes);
   Parts find(const uint64_t* where, size_t bytes);
-  void abandon(uint64_t mine);
+  void abandon(uint64_t place);
 
   Group& group_;
   int born_;
