@@ -146,7 +146,8 @@ class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
 
 
-class CollectiveMismatch(FcollError):
+# A RuntimeError too: torch raises one where ranks make different calls.
+class CollectiveMismatch(FcollError, RuntimeError):
     template = (
         "{message}{at}. All ranks of a group must make the same calls in the same order: look for "
         "a branch that only some of them take."
@@ -229,6 +230,13 @@ class GroupClosed(FcollError, RuntimeError):
 
 class GroupForked(FcollError, RuntimeError):
     template = "{message}{at}. Call init_process_group in the new process."
+
+
+class BadSymmetricCall(FcollError, RuntimeError):
+    template = (
+        "{message}{at}. See torch.distributed._symmetric_memory: ops of symm_mem take contiguous "
+        "tensors of one dtype, most of them made by its empty() on all ranks."
+    )
 
 
 class UnknownMachine(FcollError):

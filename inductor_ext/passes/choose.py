@@ -9,7 +9,14 @@ from torch.fx import Graph, Node
 
 from fcoll._torch import size_hint
 from fcoll.graph._torch import flop_formula
-from fcoll.graph.nodes import arguments, collectives, describe, is_wait, row_of_node
+from fcoll.graph.nodes import (
+    arguments,
+    collectives,
+    describe,
+    has_named_group,
+    is_wait,
+    row_of_node,
+)
 from fcoll.groups import by_name
 from fcoll.table.row import Collective
 from fcoll.transport import shared_memory
@@ -42,6 +49,8 @@ def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     args = arguments(node)
     if row.mutates or "group_name" not in args:
         return "kernel", "it writes to its argument" if row.mutates else ""
+    if not has_named_group(node):
+        return "stock", "its group is a value of the graph"
     group = by_name(args["group_name"])
     status = shared_memory.known_status(group)
     if status is None:  # not to be found out here: other ranks may have this graph in their caches
