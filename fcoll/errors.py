@@ -234,8 +234,8 @@ class GroupForked(FcollError, RuntimeError):
 
 class BadSymmetricCall(FcollError, RuntimeError):
     template = (
-        "{message}{at}. See torch.distributed._symmetric_memory: ops of symm_mem take contiguous "
-        "tensors of one dtype, most of them made by its empty() on all ranks."
+        "{message}{at}. Its tensors are contiguous, of one dtype, and for most ops made by "
+        "torch.distributed._symmetric_memory.empty, on all ranks of the group."
     )
 
 
