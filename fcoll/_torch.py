@@ -256,13 +256,13 @@ def make_wrapper(cls: type, elem: torch.Tensor) -> Any:
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def add_cpu_kernel(namespace: str, name: str, kernel: Callable[..., Any]) -> None:
-    """Make a function the kernel of an op for CPU tensors, unless the op has one."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
+def add_kernel(namespace: str, name: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Make a function the kernel of an op for a dispatch key ("CPU", "Meta"), unless it has one."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key):
         return
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    _libraries[namespace].impl(name, kernel, "CPU")
+    _libraries[namespace].impl(name, kernel, key)
 
 
 def as_dtypes(given: Sequence[Any]) -> Sequence[torch.dtype | None]:

@@ -24,9 +24,11 @@ from fcoll.groups import group_size
 
 
 def register() -> None:
-    """Give torch the kernels; not those of ops that have a kernel for CPU tensors already."""
+    """Give torch the kernels; not those of ops that have one already."""
     for kernel in _KERNELS:
-        _torch.add_cpu_kernel("symm_mem", kernel.__name__, kernel)
+        _torch.add_kernel("symm_mem", kernel.__name__, "CPU", kernel)
+    for name, fake in _FAKES.items():
+        _torch.add_kernel("symm_mem", name, "Meta", fake)
 
 
 # -- collectives alone: waited for by ``_c10d_functional.wait_tensor`` ---
@@ -195,3 +197,31 @@ _KERNELS = (
     fused_matmul_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
 )
+
+# -- fakes of ops on symmetric memory, so that they can be traced and compiled ---
+
+
+def _first(x: Tensor, *args: Any) -> Tensor:
+    """Of an op that writes to its input, and returns it."""
+    return x
+
+
+def _last(*args: Any) -> Tensor:
+    """Of an op that writes to its last argument, and returns it."""
+    return args[-1]
+
+
+_FAKES = {
+    "two_shot_all_reduce_": _first,
+    "multimem_all_reduce_": _first,
+    "memset32_": _first,
+    "stream_write_value32_": _first,
+    "multimem_one_shot_all_reduce": lambda x, reduce_op, group_name: torch.empty_like(x),
+    "one_shot_all_reduce_out": _last,
+    "one_shot_all_reduce_copy_out": _last,
+    "two_shot_all_reduce_out": _last,
+    "multimem_one_shot_all_reduce_out": _last,
+    "multimem_one_shot_reduce_out": _last,
+    "multimem_all_gather_out": _last,
+    "reduce_scatter_out": _last,
+}

@@ -9,14 +9,7 @@ from torch.fx import Graph, Node
 
 from fcoll._torch import size_hint
 from fcoll.graph._torch import flop_formula
-from fcoll.graph.nodes import (
-    arguments,
-    collectives,
-    describe,
-    has_named_group,
-    is_wait,
-    row_of_node,
-)
+from fcoll.graph.nodes import arguments, collectives, describe, is_wait, row_of_node
 from fcoll.groups import by_name
 from fcoll.table.row import Collective
 from fcoll.transport import shared_memory
@@ -25,6 +18,7 @@ from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
 from inductor_ext.passes import edit
+from inductor_ext.passes.torchs import why_torchs
 
 
 def choose(graph: Graph) -> list[str]:
@@ -46,11 +40,11 @@ def choose(graph: Graph) -> list[str]:
 
 def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     """The form of a collective, and why it is not a better one."""
+    if why := why_torchs(node):
+        return "stock", why
     args = arguments(node)
     if row.mutates or "group_name" not in args:
         return "kernel", "it writes to its argument" if row.mutates else ""
-    if not has_named_group(node):
-        return "stock", "its group is a value of the graph"
     group = by_name(args["group_name"])
     status = shared_memory.known_status(group)
     if status is None:  # not to be found out here: other ranks may have this graph in their caches

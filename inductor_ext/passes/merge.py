@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fcoll.graph.nodes import has_named_group, is_start, is_wait, row_of_node, start_of
+from fcoll.graph.nodes import is_start, is_wait, row_of_node, start_of
 from fcoll.table.reduce import ALL_REDUCE
 from inductor_ext._torch import wait_tensor
 from inductor_ext.config import config
 from inductor_ext.passes.edit import replace
+from inductor_ext.passes.torchs import why_torchs
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def _batches(graph: Graph) -> Iterator[list[Node]]:
 
 def _is_small(node: Node) -> bool:
     """Is it an all-reduce that may be sent together with others?"""
-    if row_of_node(node) is not ALL_REDUCE or not has_named_group(node):
+    if row_of_node(node) is not ALL_REDUCE or why_torchs(node):
         return False
     val = node.meta["val"]
     return (
