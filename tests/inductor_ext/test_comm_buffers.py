@@ -76,7 +76,6 @@ def torchs_all_reduces(rank):
         large = torch.ones(200, 200)  # above torch's limit
         out, code = compiled(lambda x: all_reduce(x + 1), large)
         assert "one_shot_all_reduce" not in code and out.eq(4).all()
-    return inductor_ext.report()[0].form if inductor_ext.report() else "stock"
 
 
 def test_torchs_switch_lowers_all_reduces_to_one_shot(shared2):
@@ -124,7 +123,7 @@ def test_ops_of_symmetric_memory_have_comm_buffers(shared2):
 def ids(rank):
     """A graph has the same memory whenever it is compiled, and another one than other graphs."""
     found = []
-    with torchs_choice(), inductor_config.patch(force_disable_caches=True):
+    with torchs_choice(), inductor_config.patch(fx_graph_cache=False):
         for n in (4, 8, 4):
             x, parts = inputs(rank, n, n)
             out, code = compiled(lambda x: symm.one_shot_all_reduce(x + 1, "sum", WORLD), x)
