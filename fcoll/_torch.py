@@ -257,7 +257,10 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def add_kernel(namespace: str, name: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Make a function the kernel of an op for a dispatch key ("CPU", "Meta"), unless it has one."""
+    """Make a function the kernel of an op for a dispatch key ("CPU", "Meta"), unless it has one, or
+    this version of torch has no such op."""
+    if not hasattr(getattr(torch.ops, namespace), name):
+        return
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key):
         return
     if namespace not in _libraries:

@@ -152,7 +152,12 @@ def _memory_id(node: Any) -> int:
     The same on all ranks, and whenever the same graph is compiled: a random one could be in the
     cache that ranks share, and be another one than that with which a rank has met the others.
     """
-    facts = V.graph.graph, node.get_name(), node.get_output_spec(), node.get_output_spec().group_name
+    facts = (
+        V.graph.graph,
+        node.get_name(),
+        node.get_output_spec(),
+        node.get_output_spec().group_name,
+    )
     return int(hashlib.sha256(repr(list(map(str, facts))).encode()).hexdigest()[:15], 16)
 
 

@@ -589,7 +589,9 @@ def test_meta_tensors_without_a_group(name):
     assert shapes(compat) == shapes(types.SimpleNamespace(**THEIRS))
 
 
-@pytest.mark.parametrize("xs", [[], [torch.ones(2)], [torch.empty(2, device="meta"), torch.ones(1)]])
+@pytest.mark.parametrize(
+    "xs", [[], [torch.ones(2)], [torch.empty(2, device="meta"), torch.ones(1)]]
+)
 def test_all_else_needs_a_group(xs):
     with pytest.raises(fcoll.errors.NotInitialized):
         compat.all_reduce_coalesced(xs, "sum", "0")

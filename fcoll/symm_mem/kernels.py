@@ -21,11 +21,12 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.errors import BadSymmetricCall
 from fcoll.groups import group_size
+from fcoll.symm_mem import exchanges
 
 
 def register() -> None:
     """Give torch the kernels; not those of ops that have one already."""
-    for kernel in _KERNELS:
+    for kernel in (*_KERNELS, *exchanges.KERNELS):
         _torch.add_kernel("symm_mem", kernel.__name__, "CPU", kernel)
     for name, fake in _FAKES.items():
         _torch.add_kernel("symm_mem", name, "Meta", fake)
@@ -211,6 +212,10 @@ def _last(*args: Any) -> Tensor:
     return args[-1]
 
 
+def _nothing(*args: Any) -> None:
+    """Of an op that writes to arguments, and returns none."""
+
+
 _FAKES = {
     "two_shot_all_reduce_": _first,
     "multimem_all_reduce_": _first,
@@ -224,4 +229,7 @@ _FAKES = {
     "multimem_one_shot_reduce_out": _last,
     "multimem_all_gather_out": _last,
     "reduce_scatter_out": _last,
+    "all_to_all_vdev": _nothing,
+    "tile_reduce": _nothing,
+    "multi_root_tile_reduce": _nothing,
 }

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from fcoll import errors
 from fcoll.transport.native import build
@@ -52,8 +53,7 @@ def like_fakes(op, got, *args, **kwargs):
         fake = lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
         args = [[fake(y) for y in x] if isinstance(x, list) else fake(x) for x in args]
         made = op(*args, **kwargs)
-    pairs = zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(made))
-    for real, promised in pairs:
+    for real, promised in zip(tree_leaves(got), tree_leaves(made), strict=True):
         if real is not None:
             assert (real.shape, real.dtype) == (promised.shape, promised.dtype)
             assert real.stride() == promised.stride()
@@ -296,3 +296,36 @@ def words(rank):
 
 def test_words(shared2):
     shared2.run(words)
+
+
+# -- which ops there are ---
+
+# Named after the libraries for GPUs that they call, or a kernel that another stream feeds.
+GPU_ONLY = ("nccl_", "nvshmem_", "_async_input_mm")
+
+
+def without_a_kernel(rank):
+    assert build.load() == ""
+    names = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("symm_mem::")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = "CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd"
+    return [name for name in sorted(set(names)) if not any(has(name, key) for key in keys)]
+
+
+def test_every_op_that_means_something_on_a_cpu_has_a_kernel(shared2):
+    missing = [name.removeprefix("symm_mem::") for name in shared2.run(without_a_kernel)[0]]
+    assert missing and all(name.startswith(GPU_ONLY) for name in missing), missing
+
+
+def handles_of_the_dispatcher(rank):
+    assert build.load() == ""
+    x = symm_mem.empty(4, device="cpu").fill_(rank)
+    handle = ops._rendezvous(x, WORLD)
+    ops._barrier(handle)
+    peers = ops.get_remote_tensors(x, WORLD)
+    assert [peer[0].item() for peer in peers] == list(range(len(peers)))
+    ops._barrier(handle)
+
+
+def test_handles_of_the_dispatcher(shared2):
+    shared2.run(handles_of_the_dispatcher)

@@ -268,10 +268,13 @@ Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
                        c10::SymIntArrayRef in_splits, const c10::IValue& given) {
   auto group = process_group(given);
   auto g = shared_memory_of(group);
-  if (g && int(out_splits.size()) == g->size() && out_splits.size() == in_splits.size())
-    TORCH_CHECK_VALUE(out_splits[g->rank()] == in_splits[g->rank()], "all_to_all_single: rank ",
-                      g->rank(), " sends itself ", in_splits[g->rank()], " rows and expects ",
-                      out_splits[g->rank()]);
+  if (g && int(out_splits.size()) == g->size() && out_splits.size() == in_splits.size()) {
+    auto sent = in_splits[g->rank()], expected = out_splits[g->rank()];
+    if (sent != expected)
+      raise("CollectiveMismatch", g->rank(),
+            c10::str("all_to_all_single: rank ", g->rank(), " sends itself ", sent,
+                     " rows and expects ", expected));
+  }
   Tensor out = g ? all_to_all_with(g, input, out_splits, in_splits).out : Tensor();
   return out.defined() ? out : c10d::all_to_all_single(input, out_splits, in_splits, group);
 }
