@@ -125,6 +125,11 @@ def selects_one_shot(size: int, reduce_op: str, group_name: str) -> bool:
     )
 
 
+def symmetric_groups() -> list[str]:
+    """The groups for which torch's own choice may take symmetric memory."""
+    return sorted(_symm_mem._group_name_to_store)
+
+
 def comm_buffers_on_cpu(on: bool) -> None:
     """Have Inductor allocate its own comm buffers on CPU, too: by itself it writes "cuda"."""
     made_here = _allocate_comm_buffer if on else _stock_allocate

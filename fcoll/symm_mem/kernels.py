@@ -84,7 +84,9 @@ def fused_all_gather_scaled_matmul(
     dtypes = _torch.as_dtypes(out_dtypes)
     products = [
         _scaled_matmul(whole, B, scale, *rest).movedim(front, gather_dim)
-        for B, *rest in zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum)  # noqa: B905
+        for B, *rest in zip(
+            Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True
+        )
     ]
     return whole.movedim(front, gather_dim), products
 

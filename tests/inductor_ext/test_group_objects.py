@@ -57,6 +57,17 @@ def test_eager(shared2, ranks2):
     ranks2.run(eager, False)
 
 
+def profiled(rank):
+    with fcoll.profile() as p:
+        for group in ("0", dist.group.WORLD):
+            c10d.wait_tensor(c10d.all_reduce(torch.ones(2), "sum", group))
+    assert [(c.op, c.group.name) for c in p.calls] == [("all_reduce", "0")] * 2
+
+
+def test_profile(shared2):
+    shared2.run(profiled)
+
+
 def traced(rank):
     group = dist.group.WORLD
     with fcoll.accelerate_c10d():
