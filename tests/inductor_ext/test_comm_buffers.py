@@ -120,6 +120,46 @@ def test_ops_of_symmetric_memory_have_comm_buffers(shared2):
     shared2.run(symmetric_ops, timeout=300)
 
 
+def copied(rank):
+    """A buffer that the program made, and ordinary input for it."""
+    x, parts = inputs(rank, 8, 8)
+    buffer = symm_mem.empty(8, 8, device="cpu")
+    symm_mem.rendezvous(buffer, WORLD)
+
+    def program(buffer, x):
+        return symm.one_shot_all_reduce_copy(buffer, x @ x, "sum", WORLD)
+
+    with torchs_choice():
+        out, code = compiled(program, buffer, x)
+    torch.testing.assert_close(out, (parts @ parts).sum(0), rtol=1e-4, atol=1e-4)
+    assert "one_shot_all_reduce_copy_out" in code and ", out=" in code
+
+
+def of_a_users_op(rank):
+    """torch's registration of arguments that must be in symmetric memory."""
+    library = torch.library.Library("fcoll_comm_buffers", "DEF")
+    library.define("mine(Tensor input, str group_name) -> Tensor")
+    library.register_symm_mem_args("mine", ["input"])
+    library.impl("mine", lambda x, group: torch.empty_like(x), "Meta")
+
+    def kernel(x, group):
+        assert symm_mem.is_symm_mem_tensor(x)
+        return x.clone()
+
+    library.impl("mine", kernel, "CPU")
+    with torchs_choice():
+        out, code = compiled(
+            lambda x: torch.ops.fcoll_comm_buffers.mine(x + 1, WORLD), torch.ones(4)
+        )
+    assert out.tolist() == [2] * 4 and len(allocations(code)) == 1
+    library._destroy()
+
+
+def test_buffers_and_ops_of_users(shared2):
+    shared2.run(copied, timeout=200)
+    shared2.run(of_a_users_op, timeout=200)
+
+
 def ids(rank):
     """A graph has the same memory whenever it is compiled, and another one than other graphs."""
     found = []
