@@ -31,13 +31,13 @@ EAGER_CPP = {
     "python.cpp": "PyObject* all_reduce(Args args)",
     "served.cpp": "Result all_reduce(",
     "collectives.cpp": "uint64_t Group::start(",
-    "core.cpp": "void Group::publish(",
+    "ring.cpp": "void Ring::publish(",
     "kernels.cpp": "void reduce(",
 }
 COMPILED_CPP = {
     "python.cpp": "PyObject* meet(Args args)",
     "compiled.cpp": "std::vector<Tensor> meet(",
-    "arena.cpp": "bool Arena::meet(",
+    "arena.cpp": "Parts Arena::meet(",
 }
 
 

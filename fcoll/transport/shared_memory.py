@@ -34,7 +34,7 @@ from fcoll.transport.protocol import (
     reduce_scatter_by_exchange,
 )
 
-MAX_RANKS = 64  # core.h
+MAX_RANKS = 64  # call.h
 
 _self: Any = sys.modules[__name__]  # this module as a Carrier
 

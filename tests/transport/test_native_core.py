@@ -1,53 +1,81 @@
-"""The C++ core alone: random collectives on ranks that are threads, under the sanitizers."""
+"""The C++ core alone, ranks being threads: random collectives and failures, under sanitizers."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NATIVE = ROOT / "fcoll" / "transport" / "native"
-CORE = [
-    str(NATIVE / f"{name}.cpp") for name in ("core", "collectives", "kernels", "peers", "arena")
-]
-FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", f"-I{NATIVE}"]
+TESTS = ROOT / "tests" / "transport" / "native"
+TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
+TORCH_FREE += ["shared_buffers", "kernels"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def compiled(folder: Path, test: str, *flags: str) -> str:
-    """The program of a test in tests/transport/native, with the core."""
-    program = str(folder / test)
-    source = str(ROOT / "tests/transport/native" / f"{test}.cpp")
-    command = ["g++", *FLAGS, *flags, source, *CORE, "-lpthread", "-o", program]
+def object_of(source: Path, sanitizer: str, folder: Path) -> str:
+    made = folder / f"{source.stem}.{sanitizer}.o"
+    command = ["g++", *FLAGS, f"-fsanitize={sanitizer}", "-c", str(source), "-o", str(made)]
     subprocess.run(command, check=True, timeout=170)
-    return program
+    return str(made)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """sanitizer -> the objects of the core, made once."""
+    folder = tmp_path_factory.mktemp("core")
+    made: dict[str, list[str]] = {}
+
+    def objects(sanitizer: str) -> list[str]:
+        if sanitizer not in made:
+            sources = [NATIVE / f"{name}.cpp" for name in TORCH_FREE]
+            with ThreadPoolExecutor(2) as pool:
+                found = pool.map(lambda s: object_of(s, sanitizer, folder), sources)
+            made[sanitizer] = list(found)
+        return made[sanitizer]
+
+    return objects
+
+
+def program(folder: Path, test: str, sanitizer: str, objects: list[str]) -> str:
+    """The program of a test in tests/transport/native, with the core."""
+    made = str(folder / test)
+    main = object_of(TESTS / f"{test}.cpp", sanitizer, folder)
+    flags = [f"-fsanitize={sanitizer}", "-lpthread", "-o", made]
+    subprocess.run(["g++", main, *objects, *flags], check=True, timeout=170)
+    return made
+
+
+def passes(*command: object, says: str) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert says in done.stdout
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_core_under_sanitizer(tmp_path, sanitizer):
-    flags = ("-DFCOLL_TEST_THREADS", f"-fsanitize={sanitizer}")
-    program = compiled(tmp_path, "core_test", *flags)
-    for n, calls in ((2, 300), (3, 200), (5, 60)):
-        done = subprocess.run(
-            [program, str(n), str(calls), "1"], capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        assert f"{n} ranks, {calls} calls: all right" in done.stdout
+def test_random_collectives(tmp_path, core, sanitizer):
+    made = program(tmp_path, "core_test", sanitizer, core(sanitizer))
+    for (n, calls), seed in itertools.product(((2, 300), (3, 200), (5, 60)), (1, 2)):
+        passes(made, n, calls, seed, says=f"{n} ranks, {calls} calls: all right")
 
 
-def test_parts_in_arenas_last_until_they_are_read(tmp_path):
-    program = compiled(tmp_path, "arena_test", "-fsanitize=address,undefined")
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_failures(tmp_path, core, sanitizer):
+    """Differing calls, late and leaving ranks, retries, errors between the halves of a call."""
+    made = program(tmp_path, "failures_test", sanitizer, core(sanitizer))
+    for seed in (1, 2, 3):
+        passes(made, seed, says="11 cases: all right")
+
+
+def test_parts_in_arenas_last_until_they_are_read(tmp_path, core):
+    sanitizer = "address,undefined"
+    made = program(tmp_path, "arena_test", sanitizer, core(sanitizer))
     for n, calls, ranks_read in itertools.product((2, 4), (1000,), ("agree", "differ")):
-        done = subprocess.run(
-            [program, str(n), str(calls), "7", ranks_read],
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        assert f"{n} ranks, {calls} calls: all right" in done.stdout
+        passes(made, n, calls, 7, ranks_read, says=f"{n} ranks, {calls} calls: all right")

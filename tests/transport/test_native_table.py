@@ -31,7 +31,7 @@ def constant(file: str, name: str) -> int:
 
 
 def enum(name: str) -> list[str]:
-    found = re.search(rf"enum class {name} : uint8_t \{{([^}}]*)\}}", source("core.h"))
+    found = re.search(rf"enum class {name} : uint8_t \{{([^}}]*)\}}", source("call.h"))
     assert found
     return [value.strip() for value in found[1].split(",")]
 
@@ -89,12 +89,12 @@ def test_reduce_ops_have_the_names_and_the_order_of_the_enum():
 
 
 def test_sizes():
-    assert constant("core.h", "MAX_RANKS") == shared_memory.MAX_RANKS
+    assert constant("call.h", "MAX_RANKS") == shared_memory.MAX_RANKS
     assert constant("arena.h", "PLACE") == one_shot.PLACE_BYTES
 
 
 def names(table: str) -> list[str]:
-    found = re.search(rf"{table}\[\] = \{{([^}}]*)\}}", source("core.h"))
+    found = re.search(rf"{table}\[\] = \{{([^}}]*)\}}", source("call.h"))
     assert found
     return re.findall(r'"(\w+)"', found[1])
 

@@ -1,125 +1,208 @@
 #include "arena.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <string>
 
+#include "kernels.h"
+
 namespace fcoll {
 
+// -- a rank's file --------------------------------------------------------------------------------
+
+ArenaFile::~ArenaFile() {
+  for (const auto& [address, window] : by_address_)
+    munmap(const_cast<uint8_t*>(address), window.bytes);
+}
+
+ArenaFile::Window ArenaFile::window_of(uint64_t offset) {
+  if (offset < SPARES_AT) return {offset / LANE * LANE, LANE};
+  return {SPARES_AT + (offset - SPARES_AT) / PLACE * PLACE, PLACE};
+}
+
+uint8_t* ArenaFile::at(uint64_t offset) {
+  Window window = window_of(offset);
+  bool spare = window.at >= SPARES_AT;
+  uint8_t*& known = mapped_[spare ? LANES + (window.at - SPARES_AT) / PLACE : window.at / LANE];
+  if (!known) {
+    known = file_.map(window.at, window.bytes);
+    if (!known) return nullptr;
+    by_address_[known] = window;
+  }
+  return known + (offset - window.at);
+}
+
+std::optional<uint64_t> ArenaFile::offset_of(const uint8_t* data) const {
+  auto next = by_address_.upper_bound(data);
+  if (next == by_address_.begin()) return std::nullopt;
+  const auto& [address, window] = *std::prev(next);
+  if (data >= address + window.bytes) return std::nullopt;
+  return window.at + (data - address);
+}
+
+void ArenaFile::read(uint64_t offset, void* to, size_t bytes) const {
+  if (!file_.read(offset, to, bytes)) throw std::runtime_error("fcoll: cannot read a peer's part");
+}
+
+void ArenaFile::write(uint64_t offset, const void* from, size_t bytes) {
+  if (uint8_t* to = at(offset)) return copy(to, from, bytes);
+  if (!file_.write(offset, from, bytes))
+    throw std::runtime_error("fcoll: no memory for a part of " + std::to_string(bytes) + " bytes");
+}
+
+// -- this rank's parts ----------------------------------------------------------------------------
+
 namespace {
-// As many places as fill a core's own cache.
-size_t places_for(size_t bytes) {
+// As many parts as fill a core's own cache, in pages of their own.
+size_t room_for(size_t bytes) {
   constexpr size_t CACHE = 1 << 20;
-  return std::clamp<size_t>(CACHE / std::max<size_t>(bytes, 1), 2, Arena::PLACES);
+  return std::clamp<size_t>(CACHE / std::max<size_t>(bytes, 1), 2, 8) *
+         round_up(bytes, SharedFile::PAGE);
 }
 }  // namespace
 
-Arena::Arena(Group& group) : group_(group), born_(fork_count()), memories_(group.size()) {
-  memories_[group.rank()] = std::make_shared<Memory>(LANES * PLACES * PLACE);
+Arena::Arena(Group& group) : group_(group), born_(fork_count()), files_(group.size()) {
+  try {
+    files_[group.rank()] = std::make_shared<ArenaFile>();
+  } catch (const std::runtime_error&) {
+    shared_ = false;  // the others learn of it when they join
+  }
 }
 
 uint8_t* Arena::claim(size_t lane, size_t bytes) {
   if (born_ != fork_count())
     throw Error(Error::forked, -1, "this process was forked after the group was used");
-  if (!agreed_) return nullptr;
-  if (lane >= LANES - SPARE) return nullptr;
-  if (bytes > PLACE)
-    throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in the arena");
-  size_t place = (met_[lane] + 1) % places_for(bytes);  // never the one where they met last
-  return memories_[group_.rank()]->data() + (lane * PLACES + place) * PLACE;
+  if (!same_lanes_ || lane >= ArenaFile::LANES || by_ring(bytes)) return nullptr;
+  // Next to where they met last, or at the beginning: never in it.
+  auto [begin, end] = met_[lane];
+  uint64_t at = round_up(end, SharedFile::PAGE);
+  if (at + bytes > room_for(bytes)) at = begin >= bytes ? 0 : at;
+  return files_[group_.rank()]->at(lane * ArenaFile::LANE + at);
 }
 
-const uint8_t* Arena::copied(const uint8_t* data, size_t bytes) {
-  if (bytes > PLACE)
-    throw std::runtime_error("fcoll: no room for " + std::to_string(bytes) + " bytes in the arena");
-  size_t lane = LANES - SPARE + spares_++ % SPARE;
-  uint8_t* to = memories_[group_.rank()]->data() + lane * PLACES * PLACE;
-  copy(to, data, bytes);
-  return to;
-}
-
-bool Arena::has(const uint8_t* data) const {
-  const Memory& own = *memories_[group_.rank()];
-  return data >= own.data() && data < own.data() + own.bytes();
-}
-
-// Not at the claim: after one that came to nothing the peers may still read where they met last.
-uint64_t Arena::turn(const uint8_t* mine) {
-  uint64_t offset = mine - memories_[group_.rank()]->data(), place = offset / PLACE;
-  met_[place / PLACES] = place % PLACES;
+// Where the peers find a part: it is copied into a spare place if it was made elsewhere.
+uint64_t Arena::place(const uint8_t* mine, size_t bytes) {
+  ArenaFile& own = *files_[group_.rank()];
+  if (auto offset = own.offset_of(mine)) {
+    // Noted here and not at the claim: after one that came to nothing the peers may still read where
+    // they met last.
+    uint64_t lane = *offset / ArenaFile::LANE, begin = *offset % ArenaFile::LANE;
+    met_[lane] = {begin, begin + bytes};
+    return *offset;
+  }
+  uint64_t offset = ArenaFile::SPARES_AT + spares_++ % ArenaFile::SPARES * ArenaFile::PLACE;
+  try {
+    own.write(offset, mine, bytes);
+  } catch (const std::exception& e) {
+    group_.close(e.what());  // else the peers would wait for this part
+  }
   return offset;
 }
 
-bool Arena::find(const uint64_t* where, std::vector<uint8_t*>& parts) {
-  bool same = true, spare = false;
+// -- all ranks' parts -----------------------------------------------------------------------------
+
+Parts Arena::find(const uint64_t* where, size_t bytes) {
+  bool same = true, spare = false, mapped = true;
+  Parts parts;
+  copies_.clear();
   for (int r = 0; r < group_.size(); r++) {
-    parts.push_back(memories_[r]->data() + where[r]);
+    const uint8_t* part = files_[r]->at(where[r]);
+    if (!part) {
+      mapped = false;
+      auto& copied = copies_.emplace_back(bytes);
+      files_[r]->read(where[r], copied.data(), bytes);
+      part = copied.data();
+    }
+    parts.data.push_back(part);
     same = same && where[r] == where[0];
-    spare = spare || where[r] >= (LANES - SPARE) * PLACES * PLACE;
+    spare = spare || where[r] >= ArenaFile::SPARES_AT;
   }
-  if (!same && !spare) agreed_ = false;
-  return same && !spare;
+  if (!same && !spare) same_lanes_ = false;
+  parts.stay = same && !spare && mapped;
+  return parts;
 }
 
-bool Arena::meet(const Call& call, const uint8_t* mine, std::vector<uint8_t*>& parts) {
+void Arena::gather(const Call& call, const uint8_t* mine, size_t bytes, std::vector<uint8_t>& all) {
+  all.resize(bytes * group_.size());
+  Call gathers = Call::all_gather(bytes).signed_by(call.signature ? *call.signature : UNSIGNED);
+  group_.run(gathers, mine, all.data());
+}
+
+Parts Arena::parts_in(const std::vector<uint8_t>& all, size_t bytes) const {
+  Parts parts;
+  for (int r = 0; r < group_.size(); r++) parts.data.push_back(all.data() + r * bytes);
+  return parts;
+}
+
+Parts Arena::meet(const Call& call, const uint8_t* mine, size_t bytes) {
   if (!joined_) join(call);
+  if (by_ring(bytes)) {
+    gather(call, mine, bytes, travelled_);
+    return parts_in(travelled_, bytes);
+  }
   uint64_t where[MAX_RANKS];
-  group_.meet(call, turn(mine), where);
-  return find(where, parts);
+  group_.announce_and_wait(call, place(mine, bytes), where);
+  return find(where, bytes);
 }
 
-uint64_t Arena::announce(const Call& call, const uint8_t* mine) {
+uint64_t Arena::announce(const Call& call, const uint8_t* mine, size_t bytes) {
   if (!joined_) join(call);
-  abandon(mine);
   auto news = std::make_unique<Announced>();
   news->id = ++last_id_;
-  news->mine = mine;
-  news->ticket = group_.announce(call, turn(mine), news->where.data(), 0);
+  news->bytes = bytes;
+  news->mine = UINT64_MAX;
+  news->ticket = 0;
+  if (by_ring(bytes)) {
+    gather(call, mine, bytes, news->travelled);
+  } else {
+    news->mine = place(mine, bytes);
+    abandon(news->mine);
+    news->ticket = group_.announce(call, news->mine, news->where.data());
+  }
   announced_.push_back(std::move(news));
   return last_id_;
 }
 
-void Arena::abandon(const uint8_t* mine) {
+void Arena::abandon(uint64_t mine) {
   for (const auto& news : announced_)
     if (news->mine == mine && news->ticket) group_.finish(news->ticket);  // it writes to `where`
   std::erase_if(announced_, [&](const auto& news) { return news->mine == mine; });
 }
 
-bool Arena::collect(uint64_t announced, std::vector<uint8_t*>& parts) {
+Parts Arena::collect(uint64_t announced) {
   auto found = std::find_if(announced_.begin(), announced_.end(),
                             [&](const auto& news) { return news->id == announced; });
   if (found == announced_.end())
     throw std::runtime_error("fcoll: this collective was never announced");
-  if ((*found)->ticket) group_.finish((*found)->ticket);
-  bool stays = find((*found)->where.data(), parts);
+  auto news = std::move(*found);
   announced_.erase(found);
-  return stays;
+  if (news->ticket) group_.finish(news->ticket);
+  if (news->mine != UINT64_MAX) return find(news->where.data(), news->bytes);
+  travelled_ = std::move(news->travelled);
+  return parts_in(travelled_, news->bytes);
 }
 
+// The ranks open each other's files and agree on what follows: all use them, or none.
 void Arena::join(const Call& call) {
-  int n = group_.size();
+  int n = group_.size(), rank = group_.rank();
   uint64_t unused[MAX_RANKS];
-  group_.meet(call, 0, unused);  // so that a rank which calls something else hears of this call
+  group_.announce_and_wait(call, 0, unused);  // who calls something else hears of this call
   std::vector<Address> addresses(n);
-  Address own = memories_[group_.rank()]->address();
-  group_.all_gather(&own, addresses.data(), sizeof own);
-  std::string failure;
-  for (int r = 0; r < n && failure.empty(); r++) {
-    if (r == group_.rank()) continue;
+  Address own = files_[rank] ? files_[rank]->address() : Address();
+  group_.run(Call::all_gather(sizeof own), &own, addresses.data());
+  uint8_t ok = shared_;
+  for (int r = 0; r < n && ok; r++) {
+    if (r == rank) continue;
     try {
-      memories_[r] = std::make_shared<Memory>(addresses[r]);
-    } catch (const std::exception& e) {
-      failure = e.what();
+      files_[r] = std::make_shared<ArenaFile>(addresses[r]);
+    } catch (const std::exception&) {
+      ok = 0;
     }
   }
-  std::vector<uint8_t> failed(n);
-  uint8_t mine = !failure.empty();
-  group_.all_gather(&mine, failed.data(), 1);  // all of them join, or all of them fail
-  memories_[group_.rank()]->close_fd();
-  if (mine) throw std::runtime_error(failure);
-  auto other = std::find(failed.begin(), failed.end(), 1);
-  if (other != failed.end())
-    throw std::runtime_error("fcoll: rank " + std::to_string(other - failed.begin()) +
-                             " cannot map the arenas of its peers");
+  std::vector<uint8_t> all_ok(n);
+  group_.run(Call::all_gather(1), &ok, all_ok.data());
+  shared_ = std::all_of(all_ok.begin(), all_ok.end(), [](uint8_t is) { return is; });
   joined_ = true;
 }
 

@@ -9,11 +9,11 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <torch/library.h>
 
-#include <mutex>
 #include <unordered_map>
 
 #include "arena.h"
 #include "compiled.h"
+#include "kernels.h"
 #include "served.h"
 #include "signature.h"
 #include "tensors.h"
@@ -24,39 +24,22 @@ using at::Tensor;
 
 namespace {
 
-struct Site {
-  std::shared_ptr<Group> group;  // null: the process group serves
-  std::shared_ptr<Arena> arena;
-};
-
-std::mutex sites_mutex;
-std::unordered_map<const Group*, std::pair<std::weak_ptr<Group>, std::shared_ptr<Arena>>> arenas;
-
-Site site_of(std::shared_ptr<Group> group) {
-  if (!group) return {};
-  std::lock_guard lock(sites_mutex);
-  auto& [owner, arena] = arenas[group.get()];
-  if (owner.lock() != group) {
-    owner = group;
-    arena = std::make_shared<Arena>(*group);
-    std::erase_if(arenas, [](const auto& entry) { return entry.second.first.expired(); });
-  }
-  return {group, arena};
-}
+using served::GroupPtr;
 
 // A graph from a cache may be the first to use its group in this process. Only a collective may
 // connect it: all ranks make them in the same order.
-Site connected(const std::string& name) {
-  if (auto group = served::group_named(name)) return site_of(group);
+GroupPtr connected(const std::string& name) {
+  if (auto group = served::group_named(name)) return group;
   static auto connect = c10::Dispatcher::singleton()
                             .findSchemaOrThrow("fcoll_pg::connect", "")
                             .typed<bool(c10::string_view)>();
-  return connect.call(name) ? site_of(served::group_named(name)) : Site{};
+  return connect.call(name) ? served::group_named(name) : nullptr;
 }
 
-Tensor tensor_at(uint8_t* data, std::shared_ptr<Memory> memory, at::IntArrayRef size,
+// A tensor in a rank's arena, which stays mapped as long as it is used.
+Tensor tensor_at(const uint8_t* data, std::shared_ptr<ArenaFile> file, at::IntArrayRef size,
                  at::IntArrayRef stride, at::ScalarType dtype) {
-  return at::from_blob(data, size, stride, [memory = std::move(memory)](void*) {},
+  return at::from_blob(const_cast<uint8_t*>(data), size, stride, [file = std::move(file)](void*) {},
                        at::TensorOptions().dtype(dtype));
 }
 
@@ -85,19 +68,18 @@ struct Signed {
 };
 
 // The parts of a collective as tensors: all of each, or this rank's share of each.
-std::vector<Tensor> tensors_of(const Site& site, const Tensor& own, bool slices,
-                               const std::vector<uint8_t*>& parts, bool stay) {
+std::vector<Tensor> tensors_of(Group& group, const Tensor& own, bool slices, const Parts& parts) {
   auto size = own.sizes().vec();
   size_t skip = 0;
   if (slices) {
-    size[0] /= site.group->size();
-    skip = own.nbytes() / site.group->size() * site.group->rank();
+    size[0] /= group.size();
+    skip = own.nbytes() / group.size() * group.rank();
   }
   std::vector<Tensor> tensors;
-  for (int r = 0; r < site.group->size(); r++)
-    tensors.push_back(tensor_at(parts[r] + skip, site.arena->memory(r), size, own.strides(),
+  for (int r = 0; r < group.size(); r++)
+    tensors.push_back(tensor_at(parts.data[r] + skip, group.arena().file(r), size, own.strides(),
                                 own.scalar_type()));
-  if (!stay)
+  if (!parts.stay)
     for (auto& tensor : tensors) tensor = tensor.clone();
   return tensors;
 }
@@ -116,12 +98,7 @@ std::vector<Tensor> by_process_group(const Tensor& own, bool slices, const std::
   return parts;
 }
 
-// The part where the peers can read it: it is elsewhere if it was claimed before they were known,
-// or if they use other lanes.
-const uint8_t* in_arena(const Site& site, const Tensor& own) {
-  auto data = static_cast<const uint8_t*>(own.const_data_ptr());
-  return site.arena->has(data) ? data : site.arena->copied(data, own.nbytes());
-}
+const uint8_t* bytes_of(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
 
 }  // namespace
 
@@ -129,36 +106,35 @@ namespace fcoll::compiled {
 
 Tensor claim(std::string group_name, int64_t lane, at::IntArrayRef size, at::IntArrayRef stride,
              at::ScalarType dtype, at::Device device) {
-  Site site = site_of(served::group_named(group_name));
-  if (!site.group) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+  GroupPtr group = served::group_named(group_name);
   size_t bytes = c10::elementSize(dtype);
   for (auto s : size) bytes *= s;
-  uint8_t* data = guarded([&] { return site.arena->claim(lane, bytes); });
+  uint8_t* data = guarded([&] { return group ? group->arena().claim(lane, bytes) : nullptr; });
   if (!data) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
-  return tensor_at(data, site.arena->memory(site.group->rank()), size, stride, dtype);
+  return tensor_at(data, group->arena().file(group->rank()), size, stride, dtype);
 }
 
 std::vector<Tensor> meet(const Tensor& own, std::string collective, std::string reduce_op,
                          std::string group_name, int64_t dim) {
   Reads reads = READS.at(collective);
-  Site site = connected(group_name);
-  if (!site.group) return by_process_group(own, reads.slices, group_name);
-  std::vector<uint8_t*> parts;
-  bool stay = guarded([&] {
-    return site.arena->meet(Signed(own, collective, reduce_op, dim).call, in_arena(site, own), parts);
+  GroupPtr group = connected(group_name);
+  if (!group) return by_process_group(own, reads.slices, group_name);
+  Parts parts = guarded([&] {
+    Signed made(own, collective, reduce_op, dim);
+    return group->arena().meet(made.call, bytes_of(own), own.nbytes());
   });
-  return tensors_of(site, own, reads.slices, parts, stay);
+  return tensors_of(*group, own, reads.slices, parts);
 }
 
 // Between the two halves the tensor that is returned says which announcement it was.
 Tensor announce(const Tensor& own, std::string collective, std::string reduce_op,
                 std::string group_name, int64_t dim) {
   Tensor token = at::empty({1}, own.options().dtype(at::kLong));
-  Site site = connected(group_name);
-  if (!site.group) return token;
+  GroupPtr group = connected(group_name);
+  if (!group) return token;
   guarded([&] {
-    const uint8_t* mine = in_arena(site, own);
-    uint64_t id = site.arena->announce(Signed(own, collective, reduce_op, dim).call, mine);
+    Signed made(own, collective, reduce_op, dim);
+    uint64_t id = group->arena().announce(made.call, bytes_of(own), own.nbytes());
     *token.mutable_data_ptr<int64_t>() = int64_t(id);
   });
   return token;
@@ -167,12 +143,11 @@ Tensor announce(const Tensor& own, std::string collective, std::string reduce_op
 std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string collective,
                             std::string group_name) {
   bool slices = READS.at(collective).slices;
-  Site site = site_of(served::group_named(group_name));
-  if (!site.group) return by_process_group(own, slices, group_name);
-  std::vector<uint8_t*> parts;
+  GroupPtr group = served::group_named(group_name);
+  if (!group) return by_process_group(own, slices, group_name);
   auto announced = uint64_t(*token.const_data_ptr<int64_t>());
-  bool stay = guarded([&] { return site.arena->collect(announced, parts); });
-  return tensors_of(site, own, slices, parts, stay);
+  Parts parts = guarded([&] { return group->arena().collect(announced); });
+  return tensors_of(*group, own, slices, parts);
 }
 
 Tensor meet_and_reduce(const Tensor& own, std::string collective, std::string reduce_op,

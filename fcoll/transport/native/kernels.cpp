@@ -5,7 +5,7 @@
 #include <complex>
 #include <cstring>
 
-#include "core.h"
+#include "kernels.h"
 
 namespace fcoll {
 

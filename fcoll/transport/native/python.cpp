@@ -14,12 +14,16 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <optional>
 #include <variant>
 
 #include "compiled.h"
 #include "served.h"
 #include "tensors.h"
+#include "wait.h"
 
 namespace {
 
@@ -40,6 +44,17 @@ struct WithoutGil {
   PyThreadState* state = PyEval_SaveThread();
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
+
+// For waits (wait.h): run Python's signal handlers, and raise what they raise. Handlers run in the
+// main thread only.
+void look_for_signals() {
+  if (syscall(SYS_gettid) != getpid()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
 
 // -- is it an ordinary call? ----------------------------------------------------------------------
 
@@ -285,7 +300,7 @@ PyObject* reduce_scatter_tensor_coalesced(Args args) {  // xs, op, group, dim
 
 PyObject* barrier(Args args) {  // group
   return run("barrier", args[0], [](const GroupPtr& g) {
-    fcoll::tensors::guarded([&] { g->barrier(); });
+    fcoll::tensors::guarded([&] { g->run(fcoll::Call::barrier(), nullptr, nullptr); });
     return std::monostate();
   });
 }
@@ -393,4 +408,7 @@ PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "fcoll_fast", nullptr, -1, FUNCTION
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_fcoll_fast() { return PyModule_Create(&MODULE); }
+PyMODINIT_FUNC PyInit_fcoll_fast() {
+  fcoll::check_signals = &look_for_signals;
+  return PyModule_Create(&MODULE);
+}

@@ -27,7 +27,11 @@ constexpr double PATIENCE_US = 5;
 
 namespace {
 
-std::shared_mutex registry_mutex;
+std::shared_mutex& registry_mutex = *[] {
+  auto* made = new std::shared_mutex;
+  hold_over_forks(*made);
+  return made;
+}();
 std::unordered_map<int64_t, GroupPtr> groups;
 // A name may be given to another process group later: the one it stood for goes with it.
 struct Named {
@@ -64,13 +68,16 @@ std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s) {
   std::unique_lock lock(registry_mutex);
   int64_t handle = next_handle++;
   groups[handle] = group;
-  return {handle, group->fd(), int64_t(group->token())};
+  Address at = group->address();
+  return {handle, at.fd, int64_t(at.token)};
 }
 
 std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
                        at::IntArrayRef tokens) {
-  return group_of(handle)->join({pids.begin(), pids.end()}, {fds.begin(), fds.end()},
-                                {tokens.begin(), tokens.end()});
+  std::vector<Address> addresses;
+  for (size_t r = 0; r < pids.size(); r++)
+    addresses.push_back({int32_t(pids[r]), int32_t(fds[r]), uint64_t(tokens[r]), RING_BYTES});
+  return group_of(handle)->join(addresses);
 }
 
 void bind_group(const std::string& name, int64_t handle) {
@@ -139,7 +146,7 @@ Result all_reduce(const GroupPtr& g, const Tensor& input, Op op, bool grad) {
   if (!reduces(input, op) || input.numel() == 0) return {};
   Tensor x = input.contiguous();
   Signature s = sign("all_reduce", x, {.op = int64_t(op), .grad = grad});
-  Call call{Kind::all_reduce, type_of(x), op, 0, uint64_t(x.numel())};
+  Call call = Call::all_reduce(x.numel(), type_of(x), op);
   return started(g, call.signed_by(s), x, empty(x, x.sizes()));
 }
 
@@ -149,13 +156,12 @@ Result all_gather(const GroupPtr& g, const Tensor& input, int64_t dim) {
   at::DimVector shape(x.sizes());
   shape[dim] *= g->size();
   Signature s = sign("all_gather_into_tensor", input, {.dim = dim});
-  Call call{Kind::all_gather, Type::bytes, Op::sum, 0, x.nbytes()};
-  call.signed_by(s);
+  Call call = Call::all_gather(x.nbytes()).signed_by(s);
   if (one_after_the_other(x.sizes(), dim)) return started(g, call, x, empty(x, shape));
   at::DimVector stacked(x.sizes());
   stacked.insert(stacked.begin(), g->size());
   Tensor parts = empty(x, stacked);
-  guarded([&] { g->all_gather(x.const_data_ptr(), parts.mutable_data_ptr(), x.nbytes(), s); });
+  guarded([&] { g->run(call, x.const_data_ptr(), parts.mutable_data_ptr()); });
   return {parts.movedim(0, dim).reshape(shape)};
 }
 
@@ -169,7 +175,7 @@ Result reduce_scatter(const GroupPtr& g, const Tensor& input, Op op, int64_t dim
                  ? input.contiguous()
                  : input.unflatten(dim, {g->size(), -1}).movedim(dim, 0).contiguous();
   Signature s = sign("reduce_scatter_tensor", input, {.op = int64_t(op), .dim = dim});
-  Call call{Kind::reduce_scatter, type_of(x), op, 0, uint64_t(x.numel() / g->size())};
+  Call call = Call::reduce_scatter(x.numel() / g->size(), type_of(x), op);
   return started(g, call.signed_by(s), x, empty(x, shape));
 }
 
@@ -178,7 +184,7 @@ Result broadcast(const GroupPtr& g, const Tensor& input, int64_t src) {
   Tensor out = g->rank() == src ? input.clone(at::MemoryFormat::Contiguous)
                                 : empty(input, input.sizes());
   Signature s = sign("broadcast", input, {.root = src});
-  Call call{Kind::broadcast, Type::bytes, Op::sum, uint8_t(src), out.nbytes()};
+  Call call = Call::broadcast(out.nbytes(), src);
   return started(g, call.signed_by(s), out, out);
 }
 
@@ -196,8 +202,8 @@ void exchange(Group& g, const Tensor& out, const Tensor& x, at::IntArrayRef out_
   };
   auto out_bytes = bytes(out, out_splits), in_bytes = bytes(x, in_splits);
   guarded([&] {
-    g.all_to_all(x.const_data_ptr(), out.mutable_data_ptr(), in_bytes.data(), out_bytes.data(),
-                 row_bytes(x), s);
+    g.all_to_all(Call::all_to_all(row_bytes(x)).signed_by(s), x.const_data_ptr(),
+                 out.mutable_data_ptr(), in_bytes.data(), out_bytes.data());
   });
 }
 
@@ -363,7 +369,8 @@ std::vector<Tensor> all_reduce_coalesced(const GroupPtr& g, const std::vector<Te
   Signature s = sign("all_reduce_coalesced", xs, {.op = int64_t(op), .grad = grad});
   return coalesced(xs, 1, 1, [&](const Tensor& in, const Tensor& out) {
     guarded([&] {
-      g->all_reduce(in.const_data_ptr(), out.mutable_data_ptr(), in.numel(), type_of(in), op, s);
+      g->run(Call::all_reduce(in.numel(), type_of(in), op).signed_by(s), in.const_data_ptr(),
+             out.mutable_data_ptr());
     });
   });
 }
@@ -371,7 +378,9 @@ std::vector<Tensor> all_reduce_coalesced(const GroupPtr& g, const std::vector<Te
 std::vector<Tensor> all_gather_coalesced(const GroupPtr& g, const std::vector<Tensor>& xs) {
   Signature s = sign_with_dims("all_gather_into_tensor_coalesced", xs, {});
   return coalesced(xs, 1, g->size(), [&](const Tensor& in, const Tensor& out) {
-    guarded([&] { g->all_gather(in.const_data_ptr(), out.mutable_data_ptr(), in.nbytes(), s); });
+    guarded([&] {
+      g->run(Call::all_gather(in.nbytes()).signed_by(s), in.const_data_ptr(), out.mutable_data_ptr());
+    });
   });
 }
 
@@ -384,7 +393,8 @@ std::vector<Tensor> reduce_scatter_coalesced(const GroupPtr& g, const std::vecto
   Signature s = sign_with_dims("reduce_scatter_tensor_coalesced", xs, {.op = int64_t(op)});
   return coalesced(xs, g->size(), 1, [&](const Tensor& in, const Tensor& out) {
     guarded([&] {
-      g->reduce_scatter(in.const_data_ptr(), out.mutable_data_ptr(), out.numel(), type_of(in), op, s);
+      g->run(Call::reduce_scatter(out.numel(), type_of(in), op).signed_by(s), in.const_data_ptr(),
+             out.mutable_data_ptr());
     });
   });
 }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core.h"
+#include "group.h"
 
 namespace fcoll::served {
 

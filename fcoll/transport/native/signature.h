@@ -1,11 +1,11 @@
-// A call on tensors as the numbers that ranks compare (Signature, core.h).
+// A call on tensors as the numbers that ranks compare (Signature, call.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string_view>
 
-#include "core.h"
+#include "call.h"
 
 namespace fcoll::tensors {
 

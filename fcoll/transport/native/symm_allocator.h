@@ -12,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "peers.h"
+#include "shared_buffers.h"
 #include "tensors.h"
 
 namespace fcoll::backend {
@@ -38,7 +38,7 @@ struct Lobby {
   int born;
   uint64_t visits = 0;
   std::vector<std::shared_ptr<Process>> processes;
-  std::shared_ptr<Peers> refused;  // kept for the peers that have yet to read why
+  std::shared_ptr<SharedBuffers> refused;  // kept for the peers that have yet to read why
 };
 
 struct Visit {
@@ -143,7 +143,7 @@ inline void compare(const std::vector<Card>& cards, int rank) {
   }
 }
 
-inline std::shared_ptr<Peers> make_peers(const ProcessGroup& group,
+inline std::shared_ptr<SharedBuffers> make_peers(const ProcessGroup& group,
                                          std::shared_ptr<Memory> buffer) {
   need(!is_fake(group), "rendezvous: a fake group has no peers");
   Visit now = visit(group);
@@ -153,10 +153,10 @@ inline std::shared_ptr<Peers> make_peers(const ProcessGroup& group,
   std::vector<string> keys;
   for (int r = 0; r < n; r++) keys.push_back(now.prefix + std::to_string(r));
 
-  std::shared_ptr<Peers> peers;
+  std::shared_ptr<SharedBuffers> peers;
   try {
     size_t pad_bytes = symm::get_signal_pad_size();
-    peers = std::make_shared<Peers>(rank, n, timeout_ms, std::move(buffer), pad_bytes);
+    peers = std::make_shared<SharedBuffers>(rank, n, timeout_ms, std::move(buffer), pad_bytes);
   } catch (...) {
     post(*store, keys[rank], {});  // the peers need not wait for the timeout
     throw;
@@ -184,7 +184,7 @@ inline std::shared_ptr<Peers> make_peers(const ProcessGroup& group,
 
 class Handle final : public symm::SymmetricMemory {
  public:
-  Handle(std::shared_ptr<Peers> peers, size_t offset) : peers_(std::move(peers)), offset_(offset) {}
+  Handle(std::shared_ptr<SharedBuffers> peers, size_t offset) : peers_(std::move(peers)), offset_(offset) {}
 
   std::vector<void*> get_buffer_ptrs() override { return peers_->buffer_ptrs(); }
   std::vector<void*> get_signal_pad_ptrs() override { return peers_->pad_ptrs(); }
@@ -219,13 +219,13 @@ class Handle final : public symm::SymmetricMemory {
     }
   }
 
-  std::shared_ptr<Peers> peers_;
+  std::shared_ptr<SharedBuffers> peers_;
   size_t offset_;
 };
 
 struct Met {
   WeakProcessGroup group;
-  std::shared_ptr<Peers> peers;
+  std::shared_ptr<SharedBuffers> peers;
 };
 
 struct Allocation {
@@ -235,14 +235,14 @@ struct Allocation {
 };
 
 struct Place {  // in an allocation, as the ranks of a group share it
-  std::shared_ptr<Peers> peers;
+  std::shared_ptr<SharedBuffers> peers;
   size_t offset = 0;
 };
 
 class Allocator final : public symm::SymmetricMemoryAllocator {
  public:
   void* alloc(size_t bytes, int, const std::optional<string>& group_name) override {
-    auto memory = std::make_shared<Memory>(bytes);
+    auto memory = Memory::make(bytes);
     std::lock_guard lock(mutex);
     allocations_[memory->data()] = {memory, group_name, {}};
     return memory->data();
@@ -286,7 +286,9 @@ class Allocator final : public symm::SymmetricMemoryAllocator {
       TORCH_CHECK(!group_name.empty(), "rendezvous: give a group, here or at the allocation");
       group = c10d::resolve_process_group(group_name);
       auto found = a->met.find(group_name);
-      if (found != a->met.end() && found->second.group.lock() == group)
+      // closed buffers are made anew: every rank that asks sees that they are
+      if (found != a->met.end() && found->second.group.lock() == group &&
+          !found->second.peers->closed())
         return {found->second.peers, offset};
     }
     auto peers = make_peers(group, memory);

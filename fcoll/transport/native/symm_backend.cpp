@@ -3,6 +3,7 @@
 // there. A collective reads and writes the peers' buffers in place.
 #include <torch/library.h>
 
+#include "kernels.h"
 #include "symm_allocator.h"
 
 namespace {

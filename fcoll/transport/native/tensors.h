@@ -6,7 +6,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "core.h"
+#include "call.h"
 
 namespace fcoll::tensors {
 

@@ -14,7 +14,6 @@
 #include <memory>
 #include <unordered_map>
 
-#include "core.h"
 #include "served.h"
 #include "signature.h"
 #include "tensors.h"
@@ -23,6 +22,7 @@ namespace {
 
 namespace served = fcoll::served;
 using at::Tensor;
+using fcoll::Call;
 using fcoll::Op;
 using fcoll::served::group_named;
 using fcoll::served::group_of;
@@ -50,15 +50,17 @@ fcoll::Signature signature_in(const Tensor& given) {
 void all_reduce_(const Tensor& buf, const std::string& op, int64_t handle, const Tensor& signature) {
   auto g = group_of(handle);
   guarded([&] {
-    g->all_reduce(buf.const_data_ptr(), buf.mutable_data_ptr(), buf.numel(), type_of(buf), op_of(op),
-                  signature_in(signature));
+    auto s = signature_in(signature);
+    g->run(Call::all_reduce(buf.numel(), type_of(buf), op_of(op)).signed_by(s), buf.const_data_ptr(),
+           buf.mutable_data_ptr());
   });
 }
 
 void all_gather_(const Tensor& out, const Tensor& x, int64_t handle, const Tensor& signature) {
   auto g = group_of(handle);
   guarded([&] {
-    g->all_gather(x.const_data_ptr(), out.mutable_data_ptr(), x.nbytes(), signature_in(signature));
+    auto s = signature_in(signature);
+    g->run(Call::all_gather(x.nbytes()).signed_by(s), x.const_data_ptr(), out.mutable_data_ptr());
   });
 }
 
@@ -66,8 +68,9 @@ void reduce_scatter_(const Tensor& out, const Tensor& x, const std::string& op, 
                      const Tensor& signature) {
   auto g = group_of(handle);
   guarded([&] {
-    g->reduce_scatter(x.const_data_ptr(), out.mutable_data_ptr(), out.numel(), type_of(x), op_of(op),
-                      signature_in(signature));
+    auto s = signature_in(signature);
+    g->run(Call::reduce_scatter(out.numel(), type_of(x), op_of(op)).signed_by(s), x.const_data_ptr(),
+           out.mutable_data_ptr());
   });
 }
 
@@ -79,13 +82,15 @@ void exchange_(const Tensor& out, const Tensor& x, at::IntArrayRef out_splits,
 void broadcast_(const Tensor& buf, int64_t src, int64_t handle, const Tensor& signature) {
   auto g = group_of(handle);
   guarded([&] {
-    g->broadcast(buf.mutable_data_ptr(), buf.nbytes(), src, signature_in(signature));
+    auto s = signature_in(signature);
+    void* data = buf.mutable_data_ptr();
+    g->run(Call::broadcast(buf.nbytes(), src).signed_by(s), data, data);
   });
 }
 
 void barrier(int64_t handle) {
   auto g = group_of(handle);
-  guarded([&] { g->barrier(); });
+  guarded([&] { g->run(Call::barrier(), nullptr, nullptr); });
 }
 
 double round_trip_ns(int64_t peer, int64_t handle) {
@@ -229,8 +234,8 @@ Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& given
     return c10d::all_reduce_(input, op, group);
   auto s = sign("all_reduce", input, {.op = int64_t(found->second)});
   guarded([&] {
-    g->all_reduce(input.const_data_ptr(), input.mutable_data_ptr(), input.numel(), type_of(input),
-                  found->second, s);
+    g->run(Call::all_reduce(input.numel(), type_of(input), found->second).signed_by(s),
+           input.const_data_ptr(), input.mutable_data_ptr());
   });
   return input;
 }
@@ -248,7 +253,10 @@ Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& given, 
       out.numel() != input.numel() * n || out.scalar_type() != input.scalar_type())
     return c10d::all_gather_into_tensor_out(input, n, group, out);
   auto s = sign("all_gather_into_tensor", input, {.dim = 0});
-  guarded([&] { g->all_gather(input.const_data_ptr(), out.mutable_data_ptr(), input.nbytes(), s); });
+  guarded([&] {
+    g->run(Call::all_gather(input.nbytes()).signed_by(s), input.const_data_ptr(),
+           out.mutable_data_ptr());
+  });
   return out;
 }
 
@@ -309,12 +317,14 @@ std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor
     guarded([&] {
       const void* from = in.const_data_ptr();
       void* to = out.mutable_data_ptr();
-      if (kind == "all_reduce") g->all_reduce(from, to, in.numel(), type_of(in), Op::sum);
-      else if (kind == "all_gather") g->all_gather(from, to, bytes);
-      else if (kind == "reduce_scatter") g->reduce_scatter(from, to, out.numel(), type_of(in), Op::sum);
-      else if (kind == "all_to_all") g->all_to_all(from, to, parts.data(), parts.data(), 1);
-      else if (kind == "broadcast") g->broadcast(to, bytes, 0);
-      else g->barrier();
+      if (kind == "all_reduce") g->run(Call::all_reduce(in.numel(), type_of(in), Op::sum), from, to);
+      else if (kind == "all_gather") g->run(Call::all_gather(bytes), from, to);
+      else if (kind == "reduce_scatter")
+        g->run(Call::reduce_scatter(out.numel(), type_of(in), Op::sum), from, to);
+      else if (kind == "all_to_all")
+        g->all_to_all(Call::all_to_all(1), from, to, parts.data(), parts.data());
+      else if (kind == "broadcast") g->run(Call::broadcast(bytes, 0), to, to);
+      else g->run(Call::barrier(), nullptr, nullptr);
     });
     t = duration<double, std::micro>(steady_clock::now() - start).count();
   }

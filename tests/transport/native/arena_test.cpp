@@ -1,19 +1,14 @@
 // Arenas alone, every rank a thread: random programs of collectives whose parts are read some
 // collectives later, each value checked when it is read.
 //
-// arena_test RANKS CALLS SEED agree|differ: do the ranks read each part at the same point of their
-// programs, as ranks that run the same graph do?
+// arena_test RANKS CALLS SEED agree|differ: do the ranks read each part at the same point of
+// their programs, as ranks that run the same graph do?
 #include "arena.h"
 
-#include <unistd.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <random>
-#include <thread>
+
+#include "threads.h"
 
 using namespace fcoll;
 
@@ -41,7 +36,7 @@ void check(const Open& open, int me) {
 }
 
 void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
-  Arena arena(g);
+  Arena& arena = g.arena();
   std::mt19937_64 random(seed), own(seed * 31 + g.rank());
   std::vector<Open> open;
   auto busy = [&](size_t lane) {
@@ -51,7 +46,7 @@ void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
   };
   for (uint64_t k = 0; k < calls; k++) {
     std::erase_if(open, [&](const Open& o) { return o.until <= k && (check(o, g.rank()), true); });
-    size_t count = 1 + random() % 2000, later = random() % 4, lane = 0;
+    size_t count = 1 + random() % (random() % 100 ? 2000 : 1'200'000), later = random() % 4, lane = 0;
     bool halves = random() % 3 == 0;
     if (!agree) later = own() % 4;
     while (busy(lane)) lane++;
@@ -61,26 +56,24 @@ void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
     for (size_t i = 0; i < count; i++) part[i] = value(g.rank(), i, k);
     if (own() % 4 == 0) std::this_thread::yield();
     auto mine = reinterpret_cast<const uint8_t*>(part);
-    if (!arena.has(mine)) mine = arena.copied(mine, count * 8);
-    Call call{Kind::all_reduce, Type::i64, Op::sum, 0, count};
+    Call call = Call::all_reduce(count, Type::i64, Op::sum);
     Open now{k, k + later, lane, count, {}, {}};
-    std::vector<uint8_t*> parts;
-    bool stay;
+    Parts parts;
     if (halves) {
-      uint64_t announced = arena.announce(call, mine);
+      uint64_t announced = arena.announce(call, mine, count * 8);
       if (own() % 2) std::this_thread::yield();
-      stay = arena.collect(announced, parts);
+      parts = arena.collect(announced);
     } else {
-      stay = arena.meet(call, mine, parts);
+      parts = arena.meet(call, mine, count * 8);
     }
-    for (auto* p : parts)
-      if (stay) now.parts.push_back(p);
+    for (auto* p : parts.data)
+      if (parts.stay) now.parts.push_back(p);
       else now.copies.emplace_back(p, p + count * 8);
     for (auto& copy : now.copies) now.parts.push_back(copy.data());
     open.push_back(std::move(now));
   }
   for (const auto& o : open) check(o, g.rank());
-  g.barrier();  // nobody's arena goes before all have read it
+  g.run(Call::barrier(), nullptr, nullptr);  // nobody's arena goes before all have read it
 }
 
 }  // namespace
@@ -89,20 +82,7 @@ int main(int, char** argv) {
   int n = std::atoi(argv[1]);
   uint64_t calls = std::atoi(argv[2]), seed = std::atoi(argv[3]);
   bool agree = std::strcmp(argv[4], "agree") == 0;
-  std::vector<std::unique_ptr<Group>> groups;
-  std::vector<int> pids(n, getpid()), fds;
-  std::vector<uint64_t> tokens;
-  for (int r = 0; r < n; r++) {
-    groups.push_back(std::make_unique<Group>(r, n, 60));
-    fds.push_back(groups[r]->fd());
-    tokens.push_back(groups[r]->token());
-  }
-  for (auto& g : groups) {
-    std::string why = g->join(pids, fds, tokens);
-    if (!why.empty()) return std::fprintf(stderr, "%s\n", why.c_str()), 1;
-  }
-  std::vector<std::thread> threads;
-  for (auto& g : groups) threads.emplace_back([&] { program(*g, calls, seed, agree); });
-  for (auto& t : threads) t.join();
+  Groups groups = joined(n);
+  on_ranks(n, [&](int r) { program(*groups[r], calls, seed, agree); });
   std::printf("%d ranks, %llu calls: all right\n", n, (unsigned long long)calls);
 }
