@@ -18,6 +18,7 @@ import torch._functorch.autograd_function as _functorch_autograd
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -271,3 +272,25 @@ def make_wrapper(cls: type, elem: torch.Tensor) -> Any:
         device=elem.device,
         requires_grad=elem.requires_grad,
     )
+
+
+# -- torch's ops of other namespaces ---
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def add_kernel(namespace: str, name: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Make a function the kernel of an op for a dispatch key ("CPU", "Meta"), unless it has one, or
+    this version of torch has no such op."""
+    if not hasattr(getattr(torch.ops, namespace), name):
+        return
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key):
+        return
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    _libraries[namespace].impl(name, kernel, key)
+
+
+def as_dtypes(given: Sequence[Any]) -> Sequence[torch.dtype | None]:
+    """dtypes, which reach a kernel as numbers when they are in a list."""
+    return symmetric_memory._maybe_convert_scalar_types_to_dtypes(list(given))

@@ -143,17 +143,26 @@ def wait_tensor(tensor):
 
 
 def _served(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn; torch's function of that name in LocalTensorMode, which knows only torch's ops, and in a
-    trace for all ranks at once, where a group is an object of the graph and our ops take names."""
+    """fn; torch's function of that name in LocalTensorMode, which knows only torch's ops, in a
+    trace for all ranks at once, where a group is an object of the graph and our ops take names, and
+    for the shape of a result where there are no groups."""
     theirs = _THEIRS[fn.__name__]
 
     @functools.wraps(fn)
     def served(*args: Any, **kwargs: Any) -> Any:
-        if _torch.torch_ops_only():
+        if _torch.torch_ops_only() or (not dist.is_initialized() and _on_meta(args[:1])):
             return theirs(*args, **kwargs)
         return _always_async(fn(*args, **kwargs))
 
     return served
+
+
+def _on_meta(xs: Any) -> bool:
+    """Are these tensors, or lists of them, without data?"""
+    return bool(xs) and all(
+        x.is_meta if isinstance(x, torch.Tensor) else isinstance(x, (list, tuple)) and _on_meta(x)
+        for x in xs
+    )
 
 
 @_served

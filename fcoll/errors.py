@@ -147,7 +147,8 @@ class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
 
 
-class CollectiveMismatch(FcollError):
+# A RuntimeError too: torch raises one where ranks make different calls.
+class CollectiveMismatch(FcollError, RuntimeError):
     template = (
         "{message}{at}. All ranks of a group must make the same calls in the same order: look for "
         "a branch that only some of them take."
@@ -230,6 +231,13 @@ class GroupClosed(FcollError, RuntimeError):
 
 class GroupForked(FcollError, RuntimeError):
     template = "{message}{at}. Call init_process_group in the new process."
+
+
+class BadSymmetricCall(FcollError, RuntimeError):
+    template = (
+        "{message}{at}. Its tensors are contiguous, of one dtype, and for most ops made by "
+        "torch.distributed._symmetric_memory.empty, on all ranks of the group."
+    )
 
 
 class UnknownMachine(FcollError):

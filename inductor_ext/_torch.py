@@ -7,6 +7,7 @@ Tested with torch 2.13.0.
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch._inductor import ir as _ir
 from torch._inductor import lowering as _lowering  # type: ignore[attr-defined]
 from torch._inductor import virtualized as _virtualized
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen import wrapper as _wrapper
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch.utils import _pytree
@@ -110,6 +112,58 @@ def is_pure(op: Any) -> bool:
 def realize_in_symmetric_memory(x: Any, group_name: str) -> None:
     """Have a CUDA buffer allocated by torch's symmetric memory, the same at every call."""
     _comm_lowering.realize_as_comm_buffer(x, ir.CommBufferType.SYMM_MEM, group_name)
+
+
+def selects_one_shot(size: int, reduce_op: str, group_name: str) -> bool:
+    """Is torch's own choice of one-shot all-reduces switched on, and would it take this one?"""
+    settings = inductor_config._collective
+    return (
+        settings.auto_select
+        and reduce_op == "sum"
+        and size <= settings.one_shot_all_reduce_threshold_bytes
+        and _symm_mem.is_symm_mem_enabled_for_group(group_name)  # type: ignore[arg-type]
+    )
+
+
+def symmetric_groups() -> list[str]:
+    """The groups for which torch's own choice may take symmetric memory."""
+    return sorted(_symm_mem._group_name_to_store)
+
+
+def comm_buffers_on_cpu(on: bool) -> None:
+    """Have Inductor allocate its own comm buffers on CPU, too: by itself it writes "cuda"."""
+    made_here = _allocate_comm_buffer if on else _stock_allocate
+    _wrapper.AllocateLine._codegen_comm_buffer = made_here  # type: ignore[method-assign]
+
+
+_stock_allocate = _wrapper.AllocateLine._codegen_comm_buffer
+
+
+def _allocate_comm_buffer(line: Any, code: Any) -> None:
+    node = line.node
+    if node.get_device().type != "cpu":
+        return _stock_allocate(line, code)
+    shape, stride = map(line.wrapper.codegen_shape_tuple, (node.get_size(), node.get_stride()))
+    group_name = node.get_output_spec().group_name
+    code.writeline(
+        f"{node.get_name()} = empty_strided_p2p({shape}, {stride}, {node.get_dtype()}, "
+        f'torch.device("cpu"), group_name="{group_name}", alloc_id={_memory_id(node)})'
+    )
+
+
+def _memory_id(node: Any) -> int:
+    """A number for a comm buffer's memory, which a graph has again at its next call.
+
+    The same on all ranks, and whenever the same graph is compiled: a random one could be in the
+    cache that ranks share, and be another one than that with which a rank has met the others.
+    """
+    facts = (
+        V.graph.graph,
+        node.get_name(),
+        node.get_output_spec(),
+        node.get_output_spec().group_name,
+    )
+    return int(hashlib.sha256(repr(list(map(str, facts))).encode()).hexdigest()[:15], 16)
 
 
 def loaded_graphs() -> list[Path]:

@@ -561,3 +561,37 @@ def test_more_groups_reduce_ops_and_dtypes(ranks2: RankPool):
 def test_vmap(solo):
     x = torch.randn(3, 2)
     torch.testing.assert_close(torch.vmap(lambda v: compat.all_reduce(v, "sum", solo))(x), x)
+
+
+# -- shapes alone: tensors on the meta device, and no process group ---
+
+ON_META: dict[str, Callable[[Module, Any], Any]] = {
+    "all_reduce": lambda m, x: m.all_reduce(x, "sum", "0"),
+    "all_reduce with a gradient": lambda m, x: m.all_reduce(x.requires_grad_(), "sum", "0"),
+    "broadcast": lambda m, x: m.broadcast(x, 0, "0"),
+    "all_reduce_coalesced": lambda m, x: m.all_reduce_coalesced([x, x[:1]], "avg", "0"),
+    "all_reduce_inplace": lambda m, x: m.all_reduce_inplace(x, "sum", "0"),
+    "wait_tensor": lambda m, x: m.wait_tensor(x),
+    "all_gather_single": lambda m, x: m.all_gather_single(x, 0, "0"),  # it needs the group's size
+    "reduce_scatter_single": lambda m, x: m.reduce_scatter_single(x, "sum", 0, "0"),
+}
+
+
+@pytest.mark.parametrize("name", ON_META)
+def test_meta_tensors_without_a_group(name):
+    def shapes(module: Module) -> Any:
+        try:
+            out = ON_META[name](module, torch.empty(2, 3, 4, device="meta"))
+        except (RuntimeError, ValueError):
+            return "refused"
+        return [(type(x), x.shape, x.dtype, x.device) for x in tree_leaves(out)]
+
+    assert shapes(compat) == shapes(types.SimpleNamespace(**THEIRS))
+
+
+@pytest.mark.parametrize(
+    "xs", [[], [torch.ones(2)], [torch.empty(2, device="meta"), torch.ones(1)]]
+)
+def test_all_else_needs_a_group(xs):
+    with pytest.raises(fcoll.errors.NotInitialized):
+        compat.all_reduce_coalesced(xs, "sum", "0")

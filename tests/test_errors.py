@@ -219,6 +219,7 @@ NATIVE = {
     "CollectiveTimeout": "Raise the timeout",
     "GroupClosed": "Make a new process group",
     "GroupForked": "Call init_process_group in the new process",
+    "BadSymmetricCall": "Its tensors are contiguous",
 }
 
 

@@ -75,6 +75,12 @@ def arguments(node: Node) -> dict[str, Any]:
     return _torch.call_arguments(node.target, node.args, node.kwargs)
 
 
+def has_named_group(node: Node) -> bool:
+    """Is a collective's group a name? A graph for all ranks gets the group as a value, because its
+    name differs between them (``torch.distributed.config.compile_on_one_rank``)."""
+    return isinstance(arguments(node).get("group_name", ""), str)
+
+
 def line_of(node: Node) -> str:
     """ "model.py:31": the user's line that led to a node; empty if none is known."""
     frames = user_frames(node.meta.get("stack_trace"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch.fx import Graph, Node
 
 from fcoll.errors import NeverWaited
-from fcoll.graph.nodes import arguments, collectives, describe, is_wait
+from fcoll.graph.nodes import arguments, collectives, describe, has_named_group, is_wait
 from fcoll.groups import by_name
 from fcoll.table.row import Collective
 
@@ -27,4 +27,4 @@ def _needs_no_wait(node: Node, row: Collective) -> bool:
     if row.mutates or row.on_lists or row.side_effect or not node.users:
         return True
     group = arguments(node).get("group_name")
-    return group is None or by_name(group).n == 1
+    return group is None or (has_named_group(node) and by_name(group).n == 1)

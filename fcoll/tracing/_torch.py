@@ -398,7 +398,7 @@ def group_instance(group_name: str) -> int:
 
 def boxed_group(group: Any) -> tuple[str, int]:
     """Name and size of a group as the ops of c10d take it."""
-    pg = dist.ProcessGroup.unbox(group)
+    pg = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
     return pg.group_name, pg.size()
 
 

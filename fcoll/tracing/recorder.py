@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup, UntraceableDDP
 from fcoll.graph.origin import PHASES, Frames, Origin
-from fcoll.groups import Group, by_name
+from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
 from fcoll.tracing import _torch, c10d
@@ -166,9 +167,10 @@ class Recorder(_torch.TorchDispatchMode):
     def _group(func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
         """The group that a collective is called on, while it is there, and which of its like."""
         row = row_of(func)
-        name = _torch.call_arguments(func, args, kwargs).get("group_name") if row else None
-        if row is None or name is None:
+        given = _torch.call_arguments(func, args, kwargs).get("group_name") if row else None
+        if row is None or given is None:
             return None
+        name = group_name(given)
         try:
             return by_name(name), _torch.group_instance(name)
         except UnknownGroup:
@@ -219,6 +221,8 @@ class Recorder(_torch.TorchDispatchMode):
         self._kept.append(y)
 
     def _argument(self, x: Any) -> Any:
+        if isinstance(x, dist.ProcessGroup):  # ops take a name as well, and a graph can be printed
+            return x.group_name
         return self.node_of(x) if isinstance(x, Tensor) else _torch.expression(x)
 
     def node_of(self, x: Tensor) -> fx.Node:

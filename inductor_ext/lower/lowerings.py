@@ -114,7 +114,7 @@ def _by_triton(x: Any, reduce_op: str, group_name: str) -> Any:
 
     Only in graphs that the passes have seen: the keys of caches have what decides it for those.
     """
-    seen = choice_of(V.graph.current_node) is not None
+    seen = choice_of(V.graph.current_node) is not None and isinstance(group_name, str)
     made = cuda.all_reduce(x, reduce_op, group_name) if seen and _is_on_cuda(x) else None
     if made is not None:
         in_order(_noted())

@@ -14,7 +14,7 @@ from fcoll import symm_mem
 from fcoll.eager.ops import op_of
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
-from inductor_ext._torch import V, ir, lowering, tree_map, wait_tensor
+from inductor_ext._torch import V, comm_buffers_on_cpu, ir, lowering, tree_map, wait_tensor
 from inductor_ext.errors import NoSuchArgument, UnknownRow
 from inductor_ext.lower.ir import realize_as_symmetric_memory
 from inductor_ext.stock.teach import teach
@@ -62,6 +62,7 @@ def register() -> None:
     teach()  # stock Inductor's come first: they are what ``unregister`` goes back to
     if symm_mem.load():
         fakes.register()
+        comm_buffers_on_cpu(True)
     for row in COLLECTIVES.values():
         op = wait_tensor if row.is_wait else op_of(row)
         if op not in _before and not row.is_wait:
@@ -105,6 +106,7 @@ def unregister() -> None:
         else:
             lowering.lowerings[op] = before
     _before.clear()
+    comm_buffers_on_cpu(False)
 
 
 def requires_symmetric_memory(op: Any, arg: str, group: str = "group_name") -> None:

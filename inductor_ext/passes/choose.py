@@ -18,6 +18,7 @@ from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
 from inductor_ext.passes import edit
+from inductor_ext.passes.torchs import why_torchs
 
 
 def choose(graph: Graph) -> list[str]:
@@ -39,6 +40,8 @@ def choose(graph: Graph) -> list[str]:
 
 def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     """The form of a collective, and why it is not a better one."""
+    if why := why_torchs(node):
+        return "stock", why
     args = arguments(node)
     if row.mutates or "group_name" not in args:
         return "kernel", "it writes to its argument" if row.mutates else ""

@@ -14,6 +14,7 @@ from fcoll.table.reduce import ALL_REDUCE
 from inductor_ext._torch import wait_tensor
 from inductor_ext.config import config
 from inductor_ext.passes.edit import replace
+from inductor_ext.passes.torchs import why_torchs
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def _batches(graph: Graph) -> Iterator[list[Node]]:
 
 def _is_small(node: Node) -> bool:
     """Is it an all-reduce that may be sent together with others?"""
-    if row_of_node(node) is not ALL_REDUCE:
+    if row_of_node(node) is not ALL_REDUCE or why_torchs(node):
         return False
     val = node.meta["val"]
     return (

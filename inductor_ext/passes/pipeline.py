@@ -20,7 +20,7 @@ from fcoll.graph.nodes import collectives
 from fcoll.graph.verify import verify
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
-from inductor_ext._torch import CustomGraphPass, is_group_name
+from inductor_ext._torch import CustomGraphPass, is_group_name, symmetric_groups
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.passes.choose import choose
@@ -67,7 +67,7 @@ class Passes(CustomGraphPass):
         native = symm_mem.load(), build.has_fast_path()
         # Destroyed groups stay known until they are garbage collected, whenever that is.
         groups = [g for g in shared_memory.known_groups() if is_group_name(g[0])]
-        facts = own_source_hash(), config.key(), native, groups
+        facts = own_source_hash(), config.key(), native, groups, symmetric_groups()
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -26,6 +26,7 @@ from inductor_ext.choice import facts_without_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
 from inductor_ext.passes.edit import replace
+from inductor_ext.passes.torchs import why_torchs
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def _of_replicated(graph: Graph) -> Iterable[str]:
     replicated_on: dict[Node, set[str]] = {}  # groups whose ranks all hold this value
     for node in list(graph.nodes):
         row = row_of_node(node)
-        if row is None or row.is_wait:
+        if row is None or row.is_wait or why_torchs(node):
             replicated_on[node] = _kept(node, replicated_on)
             continue
         args = arguments(node)
@@ -135,6 +136,8 @@ def _gathered_scatter(gather: Node) -> Node | None:
     wait: Any = gather.args[0]
     scatter = start_of(wait) if is_wait(wait) else None
     if scatter is None or row_of_node(scatter) is not REDUCE_SCATTER_TENSOR:
+        return None
+    if why_torchs(scatter) or why_torchs(gather):
         return None
     a, b = arguments(scatter), arguments(gather)
     same = all(a[key] == b[key] for key in ("group_name", "dim", "sizes", "group_size"))

@@ -17,7 +17,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <optional>
 #include <variant>
 
@@ -169,16 +168,17 @@ GroupPtr group_given(PyObject* given) {
 
 // -- the call -------------------------------------------------------------------------------------
 
-PyObject* raise_in_python(const std::exception& e) {
-  if (std::strncmp(e.what(), "fcoll.", 6) != 0) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-  PyObject* error = PyObject_CallFunction(callbacks.error, "s", e.what());
-  if (!error) return nullptr;
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
-  Py_DECREF(error);
-  return nullptr;
+// Throws the exception that Python makes of the message of an error of the core's; torch hands it
+// on to Python wherever it catches it, in ops, in methods and in autograd's threads.
+void raise_in_python(const std::string& message) {
+  if (!Py_IsInitialized()) return;
+  py::gil_scoped_acquire gil;
+  PyObject* error = PyObject_CallFunction(callbacks.error, "s", message.c_str());
+  if (error) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  Py_XDECREF(error);
+  python_error thrown;
+  thrown.persist();
+  throw thrown;
 }
 
 PyObject* wrapped(served::Result result, const char* name) {
@@ -214,8 +214,9 @@ PyObject* called(PyObject*, Args args, Py_ssize_t given) {
   if (given != count) return PyErr_Format(PyExc_TypeError, "expected %d arguments", count);
   try {
     return function(args);
-  } catch (const std::exception& e) {
-    return raise_in_python(e);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
   }
 }
 
@@ -377,6 +378,7 @@ PyObject* meet_and_reduce(Args args) {  // own, collective, op, group, dim
 
 PyObject* set_callbacks(Args args) {  // world, name_of_mesh, in_flight, error
   callbacks = {Py_NewRef(args[0]), Py_NewRef(args[1]), Py_NewRef(args[2]), Py_NewRef(args[3])};
+  fcoll::tensors::raise_by(&raise_in_python);
   Py_RETURN_NONE;
 }
 

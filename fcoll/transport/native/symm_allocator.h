@@ -23,6 +23,12 @@ using tensors::guarded;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using WeakProcessGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 
+// Is the call right? All that is said of a wrong one is its message.
+template <class... Parts>
+void need(bool right, const Parts&... message) {
+  if (!right) tensors::raise("BadSymmetricCall", -1, c10::str(message...));
+}
+
 // -- rendezvous: the ranks tell each other through the group's store where their memory is --------
 
 // What this process knows of a group from its earlier rendezvous.
@@ -139,7 +145,7 @@ inline void compare(const std::vector<Card>& cards, int rank) {
 
 inline std::shared_ptr<SharedBuffers> make_peers(const ProcessGroup& group,
                                          std::shared_ptr<Memory> buffer) {
-  TORCH_CHECK_VALUE(!is_fake(group), "rendezvous: a fake group has no peers");
+  need(!is_fake(group), "rendezvous: a fake group has no peers");
   Visit now = visit(group);
   int rank = group->getRank(), n = group->getSize();
   double timeout_ms = timeout_ms_of(group);
@@ -194,16 +200,25 @@ class Handle final : public symm::SymmetricMemory {
   bool world_within_direct_access() override { return true; }
 
   void barrier(int channel, size_t timeout_ms) override {
-    guarded([&] { peers_->barrier(channel, double(timeout_ms)); });
+    call([&] { peers_->barrier(channel, double(timeout_ms)); });
   }
   void put_signal(int to, int channel, size_t timeout_ms) override {
-    guarded([&] { peers_->put_signal(to, channel, double(timeout_ms)); });
+    call([&] { peers_->put_signal(to, channel, double(timeout_ms)); });
   }
   void wait_signal(int from, int channel, size_t timeout_ms) override {
-    guarded([&] { peers_->wait_signal(from, channel, double(timeout_ms)); });
+    call([&] { peers_->wait_signal(from, channel, double(timeout_ms)); });
   }
 
  private:
+  template <class F>
+  static void call(F f) {
+    try {
+      guarded(f);
+    } catch (const std::invalid_argument& e) {  // no such rank or channel
+      need(false, e.what());
+    }
+  }
+
   std::shared_ptr<SharedBuffers> peers_;
   size_t offset_;
 };
@@ -267,7 +282,8 @@ class Allocator final : public symm::SymmetricMemoryAllocator {
       memory = a->memory;
       offset = static_cast<uint8_t*>(ptr) - memory->data();
       if (group_name.empty()) group_name = a->group_name.value_or("");
-      TORCH_CHECK_VALUE(!group_name.empty(), "rendezvous: give a group, here or at the allocation");
+      // Not need(): that takes Python's lock, which another thread may hold that waits for this one.
+      TORCH_CHECK(!group_name.empty(), "rendezvous: give a group, here or at the allocation");
       group = c10d::resolve_process_group(group_name);
       auto found = a->met.find(group_name);
       // closed buffers are made anew: every rank that asks sees that they are

@@ -13,6 +13,7 @@ using at::Tensor;
 using fcoll::Op;
 using fcoll::Said;
 using fcoll::backend::Allocator;
+using fcoll::backend::need;
 using fcoll::backend::Place;
 using fcoll::tensors::guarded;
 using fcoll::tensors::type_of;
@@ -38,7 +39,16 @@ struct Kind {
   const char* name;
   fcoll::Kind kind;
 };
-enum Which { ONE_SHOT, ONE_SHOT_COPY, TWO_SHOT, TWO_SHOT_OUT, SCATTER, SCATTER_LAST, GATHER };
+enum Which {
+  ONE_SHOT,
+  ONE_SHOT_COPY,
+  TWO_SHOT,
+  TWO_SHOT_OUT,
+  SCATTER,
+  SCATTER_LAST,
+  GATHER,
+  REDUCE
+};
 constexpr Kind KINDS[] = {
     {"one_shot_all_reduce", fcoll::Kind::all_reduce},
     {"one_shot_all_reduce_copy", fcoll::Kind::all_reduce},
@@ -47,24 +57,32 @@ constexpr Kind KINDS[] = {
     {"reduce_scatter_out", fcoll::Kind::reduce_scatter},
     {"reduce_scatter_out, split_last_dim", fcoll::Kind::reduce_scatter},
     {"multimem_all_gather_out", fcoll::Kind::all_gather},
+    {"multimem_one_shot_reduce_out", fcoll::Kind::all_reduce},
 };
 
+// A call with a root says it together with its op, as (root + 1) * ROOT.
+constexpr uint64_t ROOT = 256;
+
 string show(const Said& said) {
-  fcoll::Call call{KINDS[said.kind].kind, fcoll::Type(said.type), Op(said.op), 0, said.count};
-  return string(KINDS[said.kind].name) + ": " + call.show() + " at byte " +
+  Op op = Op(said.op % ROOT);
+  fcoll::Call call{KINDS[said.kind].kind, fcoll::Type(said.type), op, 0, said.count};
+  string root = said.op < ROOT ? "" : " to rank " + std::to_string(said.op / ROOT - 1);
+  return string(KINDS[said.kind].name) + ": " + call.show() + root + " at byte " +
          std::to_string(said.offset);
 }
 
 // One call on a tensor in symmetric memory, from its first barrier on.
 class Running {
  public:
-  Running(Which which, const Tensor& x, const string& group_name, size_t count, Op op)
+  Running(Which which, const Tensor& x, const string& group_name, size_t count, Op op,
+          int64_t root = -1)
       : what_(KINDS[which].name) {
     place_ = allocator()->meet(x.storage().mutable_data(), group_name);
-    TORCH_CHECK_VALUE(place_.peers, what_, ": the tensor is not in symmetric memory: allocate it "
-                      "by torch.distributed._symmetric_memory.empty");
+    need(place_.peers != nullptr, what_, ": the tensor is not in symmetric memory: "
+         "allocate it by torch.distributed._symmetric_memory.empty");
     place_.offset += x.storage_offset() * x.element_size();
-    Said said{which, uint64_t(type_of(x)), uint64_t(op), place_.offset, count};
+    uint64_t op_and_root = uint64_t(op) + uint64_t(root + 1) * ROOT;
+    Said said{which, uint64_t(type_of(x)), op_and_root, place_.offset, count};
     place_.peers->enter(what_, said, show);
   }
 
@@ -88,22 +106,23 @@ class Running {
 
 void check(Which which, const Tensor& x, const Tensor& out) {
   const char* what = KINDS[which].name;
-  TORCH_CHECK_VALUE(x.is_contiguous() && out.is_contiguous(), what, ": tensors must be contiguous");
-  TORCH_CHECK_VALUE(x.scalar_type() == out.scalar_type() && x.device() == out.device(), what,
-                    ": got ", x.scalar_type(), " on ", x.device(), " and ", out.scalar_type(),
-                    " on ", out.device());
+  need(x.is_contiguous() && out.is_contiguous(), what, ": tensors must be contiguous");
+  need(x.scalar_type() == out.scalar_type() && x.device() == out.device(), what,
+       ": got ", x.scalar_type(), " on ", x.device(), " and ", out.scalar_type(),
+       " on ", out.device());
 }
 
 Op check_op(Which which, const Tensor& x, const string& reduce_op) {
+  need(fcoll::tensors::OPS.count(reduce_op), KINDS[which].name, ": no reduce op ", reduce_op);
   Op op = fcoll::tensors::op_of(reduce_op);
-  TORCH_CHECK_VALUE(fcoll::tensors::reduces(x, op), KINDS[which].name, ": ", reduce_op,
-                    " has no meaning for ", x.scalar_type());
+  need(fcoll::tensors::reduces(x, op), KINDS[which].name, ": ", reduce_op,
+       " has no meaning for ", x.scalar_type());
   return op;
 }
 
 void check_sizes(Which which, const Tensor& got, at::IntArrayRef want) {
-  TORCH_CHECK_VALUE(got.sizes() == want, KINDS[which].name, ": got a tensor of ", got.sizes(),
-                    ", it needs ", want);
+  need(got.sizes() == want, KINDS[which].name, ": got a tensor of ", got.sizes(),
+       ", it needs ", want);
 }
 
 bool overlap(const Tensor& a, const Tensor& b) {
@@ -111,16 +130,20 @@ bool overlap(const Tensor& a, const Tensor& b) {
   return from(a) < from(b) + b.nbytes() && from(b) < from(a) + a.nbytes();
 }
 
-// Reads `local`'s bytes of every rank's buffer; they are `local`'s, copied there, or there already.
-Tensor one_shot(Which which, const Tensor& buffer, const Tensor& local, const string& reduce_op,
-                const string& group_name, const Tensor& out) {
+void check_one_shot(Which which, const Tensor& buffer, const Tensor& local, const Tensor& out) {
   check(which, buffer, local);
   check(which, local, out);
   check_sizes(which, out, local.sizes());
-  TORCH_CHECK_VALUE(local.numel() <= buffer.numel(), KINDS[which].name, ": ", local.numel(),
-                    " elements do not fit into a buffer of ", buffer.numel());
-  TORCH_CHECK_VALUE(!overlap(buffer, out), KINDS[which].name,
-                    ": peers read the buffer while out is written: they must not overlap");
+  need(local.numel() <= buffer.numel(), KINDS[which].name, ": ", local.numel(),
+       " elements do not fit into a buffer of ", buffer.numel());
+  need(!overlap(buffer, out), KINDS[which].name,
+       ": peers read the buffer while out is written: they must not overlap");
+}
+
+// Reads `local`'s bytes of every rank's buffer; they are `local`'s, copied there, or there already.
+Tensor one_shot(Which which, const Tensor& buffer, const Tensor& local, const string& reduce_op,
+                const string& group_name, const Tensor& out) {
+  check_one_shot(which, buffer, local, out);
   Op op = check_op(which, buffer, reduce_op);
   if (!local.is_same(buffer))
     fcoll::copy(buffer.mutable_data_ptr(), local.const_data_ptr(), local.nbytes());
@@ -128,6 +151,23 @@ Tensor one_shot(Which which, const Tensor& buffer, const Tensor& local, const st
     Running run(which, buffer, group_name, local.numel(), op);
     fcoll::reduce(out.mutable_data_ptr(), run.parts().data(), run.size(), local.numel(),
                   type_of(buffer), op);
+    run.sync();
+  });
+  return out;
+}
+
+// Only the root's `out` is written.
+Tensor one_shot_reduce_out(const Tensor& input, const string& reduce_op, int64_t root,
+                           const string& group_name, const Tensor& out) {
+  check_one_shot(REDUCE, input, input, out);
+  Op op = check_op(REDUCE, input, reduce_op);
+  int n = c10d::resolve_process_group(group_name)->getSize();
+  need(root >= 0 && root < n, KINDS[REDUCE].name, ": no rank ", root, " in a group of ", n);
+  guarded([&] {
+    Running run(REDUCE, input, group_name, input.numel(), op, root);
+    if (run.rank() == root)
+      fcoll::reduce(out.mutable_data_ptr(), run.parts().data(), run.size(), input.numel(),
+                    type_of(input), op);
     run.sync();
   });
   return out;
@@ -186,8 +226,8 @@ Tensor two_shot_all_reduce_out(const Tensor& input, const string& reduce_op,
                                const string& group_name, const Tensor& out) {
   check(TWO_SHOT_OUT, input, out);
   check_sizes(TWO_SHOT_OUT, out, input.sizes());
-  TORCH_CHECK_VALUE(!overlap(input, out), "two_shot_all_reduce_out: input and out overlap: use "
-                    "two_shot_all_reduce_");
+  need(!overlap(input, out), "two_shot_all_reduce_out: input and out overlap: use "
+       "two_shot_all_reduce_");
   Op op = check_op(TWO_SHOT_OUT, input, reduce_op);
   guarded([&] {
     Running run(TWO_SHOT_OUT, input, group_name, input.numel(), op);
@@ -210,16 +250,16 @@ Tensor reduce_scatter_out(const Tensor& input, const string& group_name, bool sp
                           const Tensor& out) {
   Which which = split_last_dim ? SCATTER_LAST : SCATTER;
   check(which, input, out);
-  TORCH_CHECK_VALUE(split_last_dim ? input.dim() > 0 : input.dim() == 1, KINDS[which].name,
-                    ": got an input of ", input.dim(), " dimensions");
+  need(split_last_dim ? input.dim() > 0 : input.dim() == 1, KINDS[which].name,
+       ": got an input of ", input.dim(), " dimensions");
   Op op = check_op(which, input, "sum");
   int n = c10d::resolve_process_group(group_name)->getSize();
   auto sizes = input.sizes().vec();
   int64_t last = sizes.back();
-  TORCH_CHECK_VALUE(last % n == 0, KINDS[which].name, ": ", last, " is not divisible by ", n);
+  need(last % n == 0, KINDS[which].name, ": ", last, " is not divisible by ", n);
   sizes.back() /= n;
   check_sizes(which, out, sizes);
-  TORCH_CHECK_VALUE(!overlap(input, out), KINDS[which].name, ": input and out overlap");
+  need(!overlap(input, out), KINDS[which].name, ": input and out overlap");
   guarded([&] {
     Running run(which, input, group_name, input.numel(), op);
     size_t row = input.element_size() * last, width = row / n;
@@ -236,7 +276,7 @@ Tensor reduce_scatter_out(const Tensor& input, const string& group_name, bool sp
 Tensor multimem_all_gather_out(const Tensor& input, const string& group_name, const Tensor& out) {
   check(GATHER, input, out);
   auto sizes = input.sizes().vec();
-  TORCH_CHECK_VALUE(!sizes.empty(), "multimem_all_gather_out: the input has no dimension");
+  need(!sizes.empty(), "multimem_all_gather_out: the input has no dimension");
   sizes[0] *= c10d::resolve_process_group(group_name)->getSize();
   check_sizes(GATHER, out, sizes);
   guarded([&] {
@@ -254,9 +294,9 @@ Tensor multimem_all_gather_out(const Tensor& input, const string& group_name, co
 // -- the rest -------------------------------------------------------------------------------------
 
 std::vector<Tensor> get_remote_tensors(const Tensor& x, const string& group_name) {
-  TORCH_CHECK_VALUE(x.is_contiguous(), "get_remote_tensors: the tensor must be contiguous");
+  need(x.is_contiguous(), "get_remote_tensors: the tensor must be contiguous");
   Place place = guarded([&] { return allocator()->meet(x.storage().mutable_data(), group_name); });
-  TORCH_CHECK_VALUE(place.peers, "get_remote_tensors: the tensor is not in symmetric memory");
+  need(place.peers != nullptr, "get_remote_tensors: the tensor is not in symmetric memory");
   size_t offset = place.offset + x.storage_offset() * x.element_size();
   std::vector<Tensor> tensors;
   for (void* base : place.peers->buffer_ptrs()) {
@@ -267,12 +307,16 @@ std::vector<Tensor> get_remote_tensors(const Tensor& x, const string& group_name
   return tensors;
 }
 
+// The words are torch's, too: programs look for them.
 uint32_t* words(const char* what, const Tensor& x, int64_t offset, int64_t val, int64_t count) {
-  TORCH_CHECK_VALUE(x.dim() == 1 && x.is_contiguous() && x.scalar_type() == at::kUInt32, what,
-                    ": the tensor must be of uint32, contiguous and of one dimension");
-  TORCH_CHECK_VALUE(offset >= 0 && count > 0 && count <= x.numel() - offset, what, ": words ",
-                    offset, " to ", offset + count, " of a tensor of ", x.numel());
-  TORCH_CHECK_VALUE(val >= 0 && val <= UINT32_MAX, what, ": ", val, " is no uint32");
+  need(x.dim() == 1 && x.is_contiguous() && x.scalar_type() == at::kUInt32, what,
+       ": input must be a flat, contiguous uint32 tensor");
+  need(offset >= 0, what, ": offset must be greater than or equal to 0, got ", offset);
+  need(count > 0, what, ": count must be a positive integer, got ", count);
+  need(val >= 0 && val <= UINT32_MAX, what, ": val must be in the range of [0, ", UINT32_MAX,
+       "] (uint32_t), got ", val);
+  need(count <= x.numel() - offset, what, ": offset + count (", offset, " + ", count,
+       ") exceeded the numel of the input (", x.numel(), ")");
   return static_cast<uint32_t*>(x.mutable_data_ptr()) + offset;
 }
 
@@ -323,6 +367,7 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("multimem_all_reduce_", boxed<&two_shot_all_reduce_>());
   m.impl("multimem_one_shot_all_reduce", boxed<&one_shot_all_reduce>());
   m.impl("multimem_one_shot_all_reduce_out", boxed<&one_shot_all_reduce_out>());
+  m.impl("multimem_one_shot_reduce_out", boxed<&one_shot_reduce_out>());
   m.impl("get_remote_tensors", boxed<&get_remote_tensors>());
   m.impl("memset32_", boxed<&memset32_>());
   m.impl("stream_write_value32_", boxed<&stream_write_value32_>());

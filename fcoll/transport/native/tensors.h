@@ -52,16 +52,22 @@ inline bool reduces(const at::Tensor& x, Op op) {
   return op != Op::avg;
 }
 
-// Python makes an exception of its own class from the prefix (errors.py).
+// Throws the exception of Python's that an error is: a class of errors.py, and the rank it names or
+// -1. Without Python's extension it is a std::runtime_error, of whose message Python makes that
+// exception.
+[[noreturn]] void raise(const std::string& cls, int rank, const std::string& what);
+[[noreturn]] void raise(const Error&);
+
+// How Python's extension throws an error with that message; it may return, and throw nothing.
+using Raise = void (*)(const std::string& message);
+void raise_by(Raise);
+
 template <class F>
 auto guarded(F f) {
-  static const char* kinds[] = {"CollectiveMismatch", "PeerDied", "CollectiveTimeout",
-                                "GroupClosed", "GroupForked"};
   try {
     return f();
   } catch (const Error& e) {
-    throw std::runtime_error(std::string("fcoll.") + kinds[e.kind] + "[" +
-                             std::to_string(e.rank) + "]: " + e.what());
+    raise(e);
   }
 }
 

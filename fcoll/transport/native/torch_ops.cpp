@@ -3,6 +3,7 @@
 // group's, where not.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/c10d/Functional.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
@@ -191,32 +192,46 @@ Tensor all_to_all_single(const Tensor& input, c10::SymIntArrayRef out_splits,
 
 // -- _c10d_functional::* on CPU tensors, while fcoll.accelerate_c10d() is in force -----------------
 
-std::string name_given(const c10::IValue& given) {
-  return given.isString() ? given.toStringRef()
-                          : given.toCustomClass<c10d::ProcessGroup>()->getGroupName();
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// A group as torch's ops are given it: its name, an object of Python's, or one of a graph's.
+ProcessGroup process_group(const c10::IValue& given) {
+  if (given.isString()) return c10d::resolve_process_group(given.toStringRef());
+  if (!given.isCapsule()) return given.toCustomClass<c10d::ProcessGroup>();
+  return c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(given.toCapsule());
 }
 
-// A group as torch's ops are given it, a name or an object; connected if this is its first use.
-GroupPtr group_given(const c10::IValue& given) {
-  std::string name = name_given(given);
-  if (auto known = group_named(name)) return known;
+bool has_its_name(const ProcessGroup& group) {
+  try {
+    return c10d::resolve_process_group(group->getGroupName()) == group;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+// The group's shared memory, connected if this is its first use; none if it has none.
+GroupPtr shared_memory_of(const ProcessGroup& group) {
+  const std::string& name = group->getGroupName();
+  if (auto known = group_named(name, group.get())) return known;
+  if (!has_its_name(group)) return nullptr;  // fcoll knows groups by their names
   static auto connect = c10::Dispatcher::singleton()
                             .findSchemaOrThrow("fcoll_pg::connect", "")
                             .typed<bool(string)>();
-  return connect.call(name) ? group_named(name) : nullptr;
+  return connect.call(name) ? group_named(name, group.get()) : nullptr;
 }
 
-Tensor c10d_all_reduce(const Tensor& input, std::string op, const c10::IValue& group) {
-  auto g = group_given(group);
-  if (!g) return c10d::all_reduce(input, op, name_given(group));
-  return all_reduce(input, op, name_given(group), "sum");
+Tensor c10d_all_reduce(const Tensor& input, std::string op, const c10::IValue& given) {
+  auto group = process_group(given);
+  if (!shared_memory_of(group)) return c10d::all_reduce(input, op, group);
+  return all_reduce(input, op, group->getGroupName(), "sum");
 }
 
-Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& group) {
-  auto g = group_given(group);
+Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& given) {
+  auto group = process_group(given);
+  auto g = shared_memory_of(group);
   auto found = OPS.find(op);
   if (!g || found == OPS.end() || !reduces(input, found->second) || !input.is_contiguous())
-    return c10d::all_reduce_(input, op, name_given(group));
+    return c10d::all_reduce_(input, op, group);
   auto s = sign("all_reduce", input, {.op = int64_t(found->second)});
   guarded([&] {
     g->run(Call::all_reduce(input.numel(), type_of(input), found->second).signed_by(s),
@@ -225,17 +240,18 @@ Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& group
   return input;
 }
 
-Tensor c10d_all_gather(const Tensor& input, int64_t n, const c10::IValue& group) {
-  auto g = group_given(group);
-  if (!g) return c10d::all_gather_into_tensor(input, n, name_given(group));
-  return all_gather_into_tensor(input, n, name_given(group), 0, std::nullopt);
+Tensor c10d_all_gather(const Tensor& input, int64_t n, const c10::IValue& given) {
+  auto group = process_group(given);
+  if (!shared_memory_of(group)) return c10d::all_gather_into_tensor(input, n, group);
+  return all_gather_into_tensor(input, n, group->getGroupName(), 0, std::nullopt);
 }
 
-Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& group, Tensor& out) {
-  auto g = group_given(group);
+Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& given, Tensor& out) {
+  auto group = process_group(given);
+  auto g = shared_memory_of(group);
   if (!g || g->size() != n || !input.is_contiguous() || !out.is_contiguous() ||
       out.numel() != input.numel() * n || out.scalar_type() != input.scalar_type())
-    return c10d::all_gather_into_tensor_out(input, n, name_given(group), out);
+    return c10d::all_gather_into_tensor_out(input, n, group, out);
   auto s = sign("all_gather_into_tensor", input, {.dim = 0});
   guarded([&] {
     g->run(Call::all_gather(input.nbytes()).signed_by(s), input.const_data_ptr(),
@@ -244,28 +260,31 @@ Tensor& c10d_all_gather_out(Tensor& input, int64_t n, const c10::IValue& group, 
   return out;
 }
 
-Tensor c10d_reduce_scatter(const Tensor& input, std::string op, int64_t n, const c10::IValue& group) {
-  auto g = group_given(group);
-  if (!g) return c10d::reduce_scatter_tensor(input, op, n, name_given(group));
-  return reduce_scatter_tensor(input, op, n, name_given(group), 0, std::nullopt);
+Tensor c10d_reduce_scatter(const Tensor& input, std::string op, int64_t n, const c10::IValue& given) {
+  auto group = process_group(given);
+  if (!shared_memory_of(group)) return c10d::reduce_scatter_tensor(input, op, n, group);
+  return reduce_scatter_tensor(input, op, n, group->getGroupName(), 0, std::nullopt);
 }
 
-Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& group) {
-  auto g = group_given(group);
-  if (!g) return c10d::broadcast(input, src, name_given(group));
-  return broadcast(input, src, name_given(group));
+Tensor c10d_broadcast(const Tensor& input, int64_t src, const c10::IValue& given) {
+  auto group = process_group(given);
+  if (!shared_memory_of(group)) return c10d::broadcast(input, src, group);
+  return broadcast(input, src, group->getGroupName());
 }
 
 Tensor c10d_all_to_all(const Tensor& input, c10::SymIntArrayRef out_splits,
-                       c10::SymIntArrayRef in_splits, const c10::IValue& group) {
-  auto g = group_given(group);
-  if (g && int(out_splits.size()) == g->size() && out_splits.size() == in_splits.size())
-    TORCH_CHECK_VALUE(out_splits[g->rank()] == in_splits[g->rank()], "all_to_all_single: rank ",
-                      g->rank(), " sends itself ", in_splits[g->rank()], " rows and expects ",
-                      out_splits[g->rank()]);
+                       c10::SymIntArrayRef in_splits, const c10::IValue& given) {
+  auto group = process_group(given);
+  auto g = shared_memory_of(group);
+  if (g && int(out_splits.size()) == g->size() && out_splits.size() == in_splits.size()) {
+    auto sent = in_splits[g->rank()], expected = out_splits[g->rank()];
+    if (sent != expected)
+      raise("CollectiveMismatch", g->rank(),
+            c10::str("all_to_all_single: rank ", g->rank(), " sends itself ", sent,
+                     " rows and expects ", expected));
+  }
   Tensor out = g ? all_to_all_with(g, input, out_splits, in_splits).out : Tensor();
-  return out.defined() ? out
-                       : c10d::all_to_all_single(input, out_splits, in_splits, name_given(group));
+  return out.defined() ? out : c10d::all_to_all_single(input, out_splits, in_splits, group);
 }
 
 std::unique_ptr<torch::Library> accelerated;

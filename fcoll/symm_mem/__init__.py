@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fcoll.groups import GroupLike, resolve
+from fcoll.symm_mem import kernels
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import Status, status_of
 
@@ -58,3 +59,6 @@ def accelerate_c10d() -> Acceleration:
     if not build.load():
         torch.ops.fcoll_native.accelerate(True)
     return Acceleration()
+
+
+kernels.register()
