@@ -112,11 +112,15 @@ std::optional<Error> SharedBuffers::late(int rank, const Site& site, double wait
 // The error that closed the buffers, on whatever rank it was.
 std::optional<Error> SharedBuffers::failure() const {
   for (int k = 0; k < n_; k++)
-    if (auto failed = status(after(k)).failure())
-      return Error(Error::closed, failed->rank,
-                   std::string("this memory was closed by an earlier error: ") + failed->what() +
-                       ". All ranks must make a new rendezvous of it");
+    if (auto failed = status(after(k)).failure()) return failed;
   return std::nullopt;
+}
+
+void SharedBuffers::check_open() const {
+  if (auto failed = failure())
+    throw Error(Error::closed, failed->rank,
+                std::string("this memory was closed by an earlier error: ") + failed->what() +
+                    ". All ranks must make a new rendezvous of it");
 }
 
 void SharedBuffers::check_not_forked() const {
@@ -150,8 +154,9 @@ Said& SharedBuffers::said(int rank) const {
 void SharedBuffers::put(int to, const Site& site) {
   Word& signal = word(to, site.channel, rank_);
   auto look = [&](double waited_us) -> std::optional<Error> {
-    if (auto closed = site.closable ? failure() : std::nullopt) return closed;
-    return dead(to) ? died(to, site) : late(to, site, waited_us);
+    if (dead(to)) return died(to, site);
+    if (auto failed = site.closable ? failure() : std::nullopt) return failed;
+    return late(to, site, waited_us);
   };
   wait_until(signal, status(to).sleepers, crowded_, [&] { return exchange(signal, 0, 1); }, look);
   wake(signal, status(to).sleepers);
@@ -161,11 +166,11 @@ void SharedBuffers::put(int to, const Site& site) {
 void SharedBuffers::take(int from, const Site& site, int pending) {
   Word& signal = word(rank_, site.channel, from);
   auto look = [&](double waited_us) -> std::optional<Error> {
-    if (auto closed = site.closable ? failure() : std::nullopt) return closed;
     for (int k = 0; k < pending; k++) {
       int r = (from + k) % n_;  // it may have sent its signal and left: that is no failure
       if (dead(r) && word(rank_, site.channel, r).load() == 0) return died(r, site);
     }
+    if (auto failed = site.closable ? failure() : std::nullopt) return failed;
     return late(from, site, waited_us);
   };
   wait_until(signal, status(rank_).sleepers, crowded_, [&] { return exchange(signal, 1, 0); }, look);
@@ -174,7 +179,7 @@ void SharedBuffers::take(int from, const Site& site, int pending) {
 
 void SharedBuffers::pass_barrier(const Site& site) {
   check_not_forked();
-  if (auto closed = failure()) throw *closed;
+  check_open();
   try {
     for (int k = 1; k < n_; k++) put(after(k), site);
     for (int k = 1; k < n_; k++) take(after(k), site, n_ - k);
@@ -185,7 +190,7 @@ void SharedBuffers::pass_barrier(const Site& site) {
     status(rank_).fail({Error::closed, rank_, name_of(rank_) + " was interrupted in " + site.show()});
     throw;
   }
-  if (auto closed = failure()) throw *closed;
+  check_open();
 }
 
 void SharedBuffers::barrier(int channel, double timeout_ms) {

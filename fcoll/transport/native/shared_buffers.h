@@ -68,6 +68,7 @@ class SharedBuffers {
   Site site(const char* what, int channel, double timeout_ms) const;
   void check(int rank, int channel) const;
   void check_not_forked() const;
+  void check_open() const;
   void pass_barrier(const Site&);
   void put(int to, const Site&);
   void take(int from, const Site&, int pending);
