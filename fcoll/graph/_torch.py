@@ -89,6 +89,14 @@ def op_is_random(op: Any) -> bool:
 
 
 @functools.cache
+def op_namespace(op: Any) -> str:
+    """ "aten" of aten.mm; "higher_order" of an op on functions; empty of anything else."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return "higher_order"
+    return op.namespace if isinstance(op, torch._ops.OpOverload) else ""
+
+
+@functools.cache
 def flop_formula(op: Any) -> Callable[..., Any] | None:
     """torch's formula for the flops of an op, called with its arguments and out_val=.
 

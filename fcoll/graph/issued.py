@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
-from fcoll.errors import MissingSize
+from fcoll.errors import FcollError, MissingSize
 from fcoll.graph import _torch
 from fcoll.graph.nodes import arguments, collectives, waits_of
-from fcoll.graph.origin import Frames
+from fcoll.graph.origin import Frames, origin_of
 from fcoll.graph.sizes import Hints
+from fcoll.groups import Group, by_name
 from fcoll.source import show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -75,7 +76,7 @@ def _issued(
         if not nodes and name != "group_name":
             others[name] = value
     results = [x for x in tree_iter(node.meta.get("val")) if isinstance(x, Tensor)]
-    origin, (group, instance) = node.meta["origin"], node.meta["group"]
+    origin, (group, instance) = origin_of(node), _group_of(node)
     frames = origin.frames or here
     waits = waits_of(node)
     return Issued(
@@ -97,6 +98,20 @@ def _issued(
         stack=tuple(map(line, frames)),
         instance=instance,
     )
+
+
+def _group_of(node: fx.Node) -> tuple[Group, int]:
+    """The group of a call, and which of the groups with its ranks. Of a graph that no trace made,
+    the group that has the call's name now; nothing is known of its ranks where there is none."""
+    if "group" in node.meta:
+        return node.meta["group"]
+    given = arguments(node)
+    name = str(given.get("group_name", ""))
+    try:
+        return by_name(name), 0
+    except FcollError:
+        ranks = tuple(range(given.get("group_size") or 0))
+        return Group(name, ranks, 0, None, name, ()), 0
 
 
 def describe(call: Issued) -> str:

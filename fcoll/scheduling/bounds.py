@@ -1,0 +1,140 @@
+"""What an order costs, and what no order can beat.
+
+``run`` gives the time and the peak memory of an order. ``lower_bound_us`` is the best of three
+bounds: the work of a stream, the longest chain of units that need one another, and, for each
+stream, the least time in which it can do its work if it may interrupt it, where each unit has a
+head (what must come before it) and a tail (what must follow).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fcoll.scheduling.problem import START, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An order, how long it takes and how much memory it holds at most."""
+
+    order: tuple[int, ...]
+    us: float
+    peak_bytes: int
+
+
+def run(problem: Problem, order: Sequence[int]) -> Outcome:
+    """The same rules as a Timeline's: compute takes its units in order, a collective queues on its
+    stream from where it is issued, and whoever needs its result blocks until it is there."""
+    us, _ = times(problem, order)
+    return Outcome(tuple(order), us, peak_bytes(problem, order))
+
+
+def times(problem: Problem, order: Sequence[int]) -> tuple[float, list[float]]:
+    """The time of the whole, and when each unit ends."""
+    kind, us, stream, flights = problem.kind, problem.us, problem.stream, problem.flights
+    free = [0.0] * len(problem.streams)
+    ends = [0.0] * problem.n
+    now = 0.0
+    for u in order:
+        begin = now
+        for v in flights[u]:
+            if ends[v] > begin:
+                begin = ends[v]
+        if kind[u] == START:
+            s = stream[u]
+            if free[s] > begin:
+                begin = free[s]
+            ends[u] = free[s] = begin + us[u]
+        else:
+            ends[u] = now = begin + us[u]
+    return max(now, max(free, default=0.0)), ends
+
+
+def memory_profile(problem: Problem, order: Sequence[int]) -> list[int]:
+    """The bytes held while each unit of the order runs, the graph's inputs included."""
+    size, pinned, touches = problem.size, problem.pinned, problem.touches
+    left = problem.touch_counts()
+    live = list(problem.live_first)
+    held = problem.held_bytes + sum(b for b, first in zip(size, live, strict=True) if first)
+    profile = []
+    for u in order:
+        freed = 0
+        for b in touches[u]:
+            if not live[b]:
+                live[b] = True
+                held += size[b]
+            left[b] -= 1
+            if not left[b] and not pinned[b]:
+                freed += size[b]
+        profile.append(held)
+        held -= freed
+    return profile
+
+
+def peak_bytes(problem: Problem, order: Sequence[int]) -> int:
+    return max(memory_profile(problem, order), default=problem.held_bytes)
+
+
+# -- bounds ---
+
+
+def tails(problem: Problem) -> list[float]:
+    """For each unit the longest chain that follows it, itself not included."""
+    after, us = problem.after, problem.us
+    found = [0.0] * problem.n
+    for u in range(problem.n - 1, -1, -1):
+        longest = 0.0
+        for v in after[u]:
+            if (length := found[v] + us[v]) > longest:
+                longest = length
+        found[u] = longest
+    return found
+
+
+def heads(problem: Problem) -> list[float]:
+    """For each unit the longest chain that comes before it."""
+    before, us = problem.before, problem.us
+    found = [0.0] * problem.n
+    for u in range(problem.n):
+        longest = 0.0
+        for v in before[u]:
+            if (length := found[v] + us[v]) > longest:
+                longest = length
+        found[u] = longest
+    return found
+
+
+def lower_bound_us(problem: Problem) -> float:
+    """No order of these units takes less."""
+    head, tail = heads(problem), tails(problem)
+    bound = max((h + t + p for h, t, p in zip(head, tail, problem.us, strict=True)), default=0.0)
+    jobs: dict[int, list[tuple[float, float, float]]] = {}
+    for u, p in enumerate(problem.us):
+        if p > 0:
+            jobs.setdefault(problem.stream[u], []).append((head[u], p, tail[u]))
+    return max([bound, *(_preemptive(work) for work in jobs.values())])
+
+
+def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
+    """Jackson's bound: of what is ready always do the one with the longest tail, interrupting."""
+    jobs.sort()
+    ready: list[list[float]] = []  # [-tail, time left]
+    now, bound, i = 0.0, 0.0, 0
+    while i < len(jobs) or ready:
+        if not ready and jobs[i][0] > now:
+            now = jobs[i][0]
+        while i < len(jobs) and jobs[i][0] <= now:
+            heapq.heappush(ready, [-jobs[i][2], jobs[i][1]])
+            i += 1
+        until = jobs[i][0] if i < len(jobs) else float("inf")
+        tail, left = ready[0]
+        if now + left <= until:
+            heapq.heappop(ready)
+            now += left
+            bound = max(bound, now - tail)
+        else:
+            ready[0][1] -= until - now  # the tail is the same: it stays on top
+            now = until
+    return bound

@@ -1,0 +1,140 @@
+"""``overlap``: the best of several list schedules, forward and backward, and of the simple rules.
+
+A backward schedule does everything as late as it can and a forward one as early; taking the times
+of one as the priorities of the other, in turn, removes idle time from both ends. The order that
+came in is always among the candidates. Candidates are made for a fixed ladder of memory caps, all
+of those up to the cap that is asked for: a larger cap has more candidates and never gives a slower
+plan. Nothing is random and no clock is read: the same steps give the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fcoll.scheduling import classic
+from fcoll.scheduling.bounds import Outcome, lower_bound_us, peak_bytes, run, tails, times
+from fcoll.scheduling.listing import Reference, list_schedule
+from fcoll.scheduling.mirror import flipped, mirrored
+from fcoll.scheduling.problem import WAIT, Problem
+
+NEVER = float("inf")
+#: Steps of the ladder over the smallest peak that is known, for small graphs and for large ones.
+FINE = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, NEVER)
+COARSE = (1.0, 1.05, 1.2, NEVER)
+SMALL = 3000  # units: up to here the ladder is fine
+CLOSE = 1.0005  # this near to the bound nothing more is tried
+
+
+def overlap(problem: Problem, cap: float = NEVER) -> Outcome | None:
+    """The fastest order found whose peak is under the cap; None if none is."""
+    return Overlap(problem).best(cap)
+
+
+class Overlap:
+    """The candidates of a problem, made as they are asked for."""
+
+    def __init__(self, problem: Problem, bound_us: float | None = None) -> None:
+        self.problem = problem
+        self.bound_us = lower_bound_us(problem) if bound_us is None else bound_us
+        self.back = mirrored(problem)
+        self.tail = _with_own(problem, tails(problem))
+        self.seeds = [run(problem, order) for order in _simple_orders(problem)]
+        self.leanest = min(self.seeds, key=lambda o: (o.peak_bytes, o.us))
+
+    def best(self, cap: float) -> Outcome | None:
+        found = [o for o in self.seeds if o.peak_bytes <= cap]
+        best: Outcome | None = min(found, key=lambda o: (o.us, o.peak_bytes), default=None)
+        for level in self.levels(cap):
+            for made in self.improve(level, best):
+                if made.peak_bytes <= cap:
+                    best = _better(best, made)
+                if best is not None and best.us <= self.bound_us * CLOSE:
+                    return best
+        return best
+
+    def levels(self, cap: float) -> list[float]:
+        """The ladder's caps up to this one. It depends on the problem alone."""
+        steps = FINE if self.problem.n <= SMALL else COARSE
+        peaks = {self.leanest.peak_bytes, self.seeds[0].peak_bytes}
+        caps = {peak * step for peak in peaks for step in steps}
+        return sorted(c for c in caps if c <= cap)
+
+    def improve(self, cap: float, best: Outcome | None) -> Iterator[Outcome]:
+        """Schedules under a cap of the ladder: forward, backward, and each from the other's times,
+        until neither gets better."""
+        start = min(
+            (o for o in (best, self.leanest, *self.seeds) if o and o.peak_bytes <= cap),
+            key=lambda o: o.us,
+        )
+        current = self.forward(self.tail, self.leanest, cap)
+        yield current
+        if self.back is None:
+            yield self.forward(self.tail, start, cap)
+            return
+        head = _with_own(self.back, tails(self.back))
+        backward = self.backward(head, self.leanest, cap)
+        yield backward
+        current = min(current, backward, start, key=lambda o: o.us)
+        for _ in range(self.rounds()):
+            before = current.us
+            made = self.backward(self.ends(current), current, cap)
+            yield made
+            again = self.forward(self.begins(made), _better(current, made), cap)
+            yield again
+            current = min(current, made, again, key=lambda o: o.us)
+            if current.us >= before:
+                break
+
+    def rounds(self) -> int:
+        """A list schedule takes about 12 us a unit: fewer rounds for larger graphs."""
+        return max(1, min(6, 20_000 // max(self.problem.n, 1)))
+
+    # -- one list schedule ---
+
+    def forward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
+        problem = self.problem
+        order = list_schedule(problem, priority, Reference(problem, reference.order), cap)
+        return run(problem, classic.waits_late(problem, order, cap))
+
+    def backward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
+        back, n = self.back, self.problem.n
+        assert back is not None
+        mirror = Reference(back, flipped(reference.order, n))
+        order = flipped(list_schedule(back, priority, mirror, cap), n)
+        return run(self.problem, classic.waits_late(self.problem, order, cap))
+
+    def ends(self, outcome: Outcome) -> list[float]:
+        """When each unit ends: what ends last is first backwards."""
+        _, ends = times(self.problem, outcome.order)
+        for u, flights in enumerate(self.problem.flights):
+            if self.problem.kind[u] == WAIT and flights:
+                ends[u] = ends[flights[0]]
+        return ends[::-1]
+
+    def begins(self, outcome: Outcome) -> list[float]:
+        """How long before the end each unit begins if all is done as late as it can be."""
+        assert self.back is not None
+        _, ends = times(self.back, flipped(outcome.order, self.problem.n))
+        return ends[::-1]
+
+
+def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:
+    """The order that came in is the first."""
+    yield range(problem.n)
+    yield classic.waits_late(problem, range(problem.n), NEVER)
+    yield classic.just_in_time(problem)
+    yield classic.safe(problem)
+    for rules in ((True, True, True), (True, True, False), (True, False, False)):
+        order = classic.by_communication(problem, *rules)
+        yield order
+        yield classic.waits_late(problem, order, peak_bytes(problem, order))
+
+
+def _with_own(problem: Problem, tail: list[float]) -> list[float]:
+    return [t + p for t, p in zip(tail, problem.us, strict=True)]
+
+
+def _better(one: Outcome | None, other: Outcome) -> Outcome:
+    if one is None or (other.us, other.peak_bytes) < (one.us, one.peak_bytes):
+        return other
+    return one

@@ -1,0 +1,150 @@
+"""``fcoll.schedule``: a trace or a graph -> a verified plan."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fcoll.costs.machine import Machine
+from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall
+from fcoll.graph.issued import Issued, collectives_of
+from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
+from fcoll.scheduling.bounds import Outcome
+from fcoll.scheduling.node_order import node_order
+from fcoll.scheduling.overlap import Overlap
+from fcoll.scheduling.plan import Plan, verify_plan
+from fcoll.scheduling.problem import problem_of
+from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
+from fcoll.scheduling.timeline import Costs, pricing
+from fcoll.units import show_bytes
+
+_NEVER = float("inf")
+
+
+def schedule(
+    trace: Any,
+    machine: Machine | str | Path = "h100",
+    costs: Costs | None = None,
+    *,
+    memory_cap: int | str | None = "+0%",
+    scheduler: str | Scheduler = "overlap",
+    sizes: Mapping[str, int] | None = None,
+) -> Plan:
+    """Order a program's compute and communication so that it takes the least time.
+
+    ``trace`` is a Trace, any FX GraphModule with ``meta["val"]`` (fcoll or ``_c10d_functional``
+    ops), or a pair (steps, collectives). ``costs`` are times in us that go before the machine's
+    model: {node name: us}, or a function of a Step that gives None where it knows nothing; with
+    them every node is a kernel of its own. ``memory_cap`` is in bytes, or relative to the order
+    that came in ("+0%", "+5%"), or None. ``scheduler`` is a name or a function: Steps in, names
+    out. The plan is verified. It depends on nothing but these arguments: ranks that pass the same
+    ones get the same plan, so prices must not be measured on each rank by itself.
+
+        >>> import torch, fcoll
+        >>> with fcoll.fake_world(tp=4) as mesh:
+        ...     x = torch.ones(64, 64)
+        ...     program = lambda x: (fcoll.all_reduce(x @ x, "sum", mesh), (x + 1) @ x)
+        ...     plan = fcoll.schedule(fcoll.trace(program, x), memory_cap=None)
+        >>> plan.makespan_us <= plan.original_us
+        True
+    """
+    machine, entry = Machine.of(machine), scheduler_of(scheduler)
+    program = _read(trace, sizes, fuse=costs is None)
+    price = pricing(program.collectives, machine, costs, program.sizes)
+    us = {step.name: price(step) for step in program.steps}
+    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes)
+    job = Job.of(problem, us, _NEVER, program.graph_module)
+    cap = _cap_bytes(memory_cap, job.original.peak_bytes) if entry.keeps_cap else None
+    job.cap_bytes = _NEVER if cap is None else cap
+    plan = _plan(job, entry, cap, program, machine)
+    verify_plan(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What is planned."""
+
+    steps: tuple[Step, ...]
+    collectives: tuple[Issued, ...]
+    held_bytes: int
+    sizes: Mapping[str, int]
+    graph_module: GraphModule | None
+
+
+def _read(trace: Any, sizes: Mapping[str, int] | None, fuse: bool) -> _Program:
+    if isinstance(trace, tuple):
+        return _Program(tuple(trace[0]), tuple(trace[1]), 0, sizes or {}, None)
+    if isinstance(trace, GraphModule):
+        collectives = collectives_of(trace)
+        known = {**sizes_of(trace), **(sizes or {})}
+        steps = steps_of(trace, collectives, sizes=known, fuse=fuse)
+        return _Program(steps, collectives, input_bytes(trace), known, trace)
+    known = {**trace.sizes, **(sizes or {})}
+    steps = trace.steps
+    if trace.graph_module is not None and (sizes or not fuse):
+        steps = steps_of(trace.graph_module, trace.collectives, sizes=known, fuse=fuse)
+    return _Program(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
+
+
+def _cap_bytes(cap: int | str | None, peak: int) -> int | None:
+    """A cap in bytes: as it is, or relative to a peak."""
+    if cap is None or (isinstance(cap, int) and cap > 0):
+        return cap
+    found = re.fullmatch(r"([+-]\d+(\.\d+)?)%", cap.strip()) if isinstance(cap, str) else None
+    if found is None:
+        known = 'bytes, "+5%" and None'
+        raise BadOption(op="schedule", arg="memory_cap", value=cap, known=known)
+    return int(peak * (1 + float(found[1]) / 100))
+
+
+def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, machine: Machine) -> Plan:
+    steps, outcome = _ordered(job, entry, cap)
+    order = [step.name for step in steps]
+    if program.graph_module is not None:
+        order = [node.name for node in node_order(program.graph_module, order)]
+    compute_us = sum(us for us, s in zip(job.problem.us, job.problem.stream, strict=True) if s < 0)
+    return Plan(
+        scheduler=entry.name,
+        order=tuple(order),
+        makespan_us=outcome.us,
+        lower_bound_us=job.lower_bound_us,
+        peak_bytes=outcome.peak_bytes,
+        exposed_us=outcome.us - compute_us,
+        original_us=job.original.us,
+        original_peak_bytes=job.original.peak_bytes,
+        cap_bytes=cap,
+        buckets=(),
+        steps=steps,
+        original_steps=program.steps,
+        us=job.us,
+        held_bytes=program.held_bytes,
+        collectives=program.collectives,
+        machine=machine,
+        graph_module=program.graph_module,
+    )
+
+
+def _ordered(job: Job, entry: Entry, cap: int | None) -> tuple[tuple[Step, ...], Outcome]:
+    """What the scheduler makes of the steps: an order that is complete, and what it is worth."""
+    given = [x if isinstance(x, str) else x.name for x in entry.run(job)]
+    if not given and len(job):
+        raise MemoryCapTooSmall(
+            cap=show_bytes(int(job.cap_bytes)),
+            least=show_bytes(Overlap(job.problem, 0.0).leanest.peak_bytes),
+            original=show_bytes(job.original.peak_bytes),
+        )
+    by_name = {step.name: step for step in job}
+    if sorted(given) != sorted(by_name):
+        wrong = sorted(set(given) ^ set(by_name)) or [n for n, k in Counter(given).items() if k > 1]
+        why = f"{wrong[0]} is missing, unknown or there twice"
+        raise BadPlan(scheduler=entry.name, why=why)
+    outcome = job.try_order(given)
+    return tuple(by_name[name] for name in job.names(outcome.order)), outcome
