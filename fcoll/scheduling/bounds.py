@@ -82,12 +82,13 @@ def peak_bytes(problem: Problem, order: Sequence[int]) -> int:
 
 def tails(problem: Problem) -> list[float]:
     """For each unit the longest chain that follows it, itself not included."""
-    after, us = problem.after, problem.us
     found = [0.0] * problem.n
     for u in range(problem.n - 1, -1, -1):
-        longest = 0.0
-        for v in after[u]:
-            if (length := found[v] + us[v]) > longest:
+        longest, is_start = 0.0, problem.kind[u] == START
+        for v in problem.after[u]:
+            if (length := found[v] + problem.us[v]) > longest:
+                if is_start and u not in problem.flights[v]:
+                    continue  # that follows its issue: it may run long before this one ends
                 longest = length
         found[u] = longest
     return found
@@ -95,13 +96,15 @@ def tails(problem: Problem) -> list[float]:
 
 def heads(problem: Problem) -> list[float]:
     """For each unit the longest chain that comes before it."""
-    before, us = problem.before, problem.us
     found = [0.0] * problem.n
     for u in range(problem.n):
         longest = 0.0
-        for v in before[u]:
-            if (length := found[v] + us[v]) > longest:
-                longest = length
+        for v in problem.before[u]:
+            if (length := found[v] + problem.us[v]) > longest:
+                if problem.kind[v] == START and v not in problem.flights[u]:
+                    # It need not be done, only issued; that nothing in flight holds up.
+                    length = 0.0 if problem.flights[v] else found[v]
+                longest = max(longest, length)
         found[u] = longest
     return found
 

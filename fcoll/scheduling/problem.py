@@ -28,7 +28,7 @@ class Problem:
     stream: list[int]  # -1: compute, else a number of a group's stream
     before: list[list[int]]  # the units that must come before
     after: list[list[int]]
-    flights: list[list[int]]  # of ``before``, the starts: it blocks, or queues, until they are done
+    flights: list[list[int]]  # the starts whose results it needs: it blocks, or queues, for them
     touches: list[list[int]]  # buffers
     names: list[str]
     members: list[tuple[int, ...]]  # positions of the unit's steps
@@ -122,6 +122,7 @@ def _link(problem: Problem, unit_of: dict[str, int]) -> None:
     since_barrier: list[int] = []
     for u, positions in enumerate(problem.members):
         needed = {unit_of[name] for i in positions for name in steps[i].inputs if name in unit_of}
+        problem.flights.append(sorted(v for v in needed if kind[v] == START and v != u))
         effects = {steps[i].effect for i in positions}
         if barrier >= 0:
             needed.add(barrier)
@@ -140,7 +141,6 @@ def _link(problem: Problem, unit_of: dict[str, int]) -> None:
             since_barrier.append(u)
         needed.discard(u)
         problem.before.append(sorted(needed))
-        problem.flights.append([v for v in problem.before[u] if kind[v] == START])
         for v in problem.before[u]:
             problem.after[v].append(u)
 

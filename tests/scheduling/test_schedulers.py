@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from random_steps import Writer, programs
 
 import fcoll
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall, NoGraph, UnknownScheduler
 from fcoll.scheduling.registry import SCHEDULERS
 
-CHECKS = settings(
+CHECKS = settings(  # no shrinking: it takes minutes, and these programs are small
+    phases=[Phase.generate],
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 NAMES = ("original", "safe", "sink_waits", "raise_comms", "reorder_compute", "overlap", "search")
