@@ -62,7 +62,9 @@ class Builder:
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
         node = self.graph.placeholder(f"arg{self.inputs}_1")
         self.inputs += 1
-        node.meta["val"] = self.value(("empty", shape, dtype), lambda: torch.empty(shape, dtype=dtype))
+        node.meta["val"] = self.value(
+            ("empty", shape, dtype), lambda: torch.empty(shape, dtype=dtype)
+        )
         return node
 
     def value(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -75,7 +77,10 @@ class Builder:
     def call(self, op: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(op, args)
         values = fx.node.map_arg(args, lambda n: n.meta["val"])
-        key = (op, str(fx.node.map_arg(args, lambda n: (tuple(n.meta["val"].shape), n.meta["val"].dtype))))
+        key = (
+            op,
+            str(fx.node.map_arg(args, lambda n: (tuple(n.meta["val"].shape), n.meta["val"].dtype))),
+        )
         node.meta["val"] = self.value(key, lambda: op(*values))
         self.costs[node.name] = self.price(node)
         return node
@@ -88,7 +93,9 @@ class Builder:
             (m, k), (_, n) = (a.meta["val"].shape for a in node.args)
             return 2.0 + 2 * m * k * n / 4e8
         tensors = [node, *node.all_input_nodes]
-        return 2.0 + sum(t.meta["val"].numel() * t.meta["val"].element_size() for t in tensors) / 2e6
+        return (
+            2.0 + sum(t.meta["val"].numel() * t.meta["val"].element_size() for t in tensors) / 2e6
+        )
 
     def comm(self, op: Any, x: fx.Node, *args: Any) -> fx.Node:
         """A collective and its wait; its price for now is the bytes that it moves."""
@@ -158,7 +165,13 @@ class _Step:
 
     def weight_shapes(self, hidden: int) -> list[tuple[int, int]]:
         d, tp = self.shape.dim, self.shape.tp
-        return [(d, 3 * d // tp), (d // tp, d), (d, hidden // tp), (d, hidden // tp), (hidden // tp, d)]
+        return [
+            (d, 3 * d // tp),
+            (d // tp, d),
+            (d, hidden // tp),
+            (d, hidden // tp),
+            (hidden // tp, d),
+        ]
 
     # -- parameters ---
 
@@ -224,7 +237,9 @@ class _Step:
         third = qkv.meta["val"].shape[1] // 3
         q, k, v = (g.call(aten.slice.Tensor, qkv, 1, i * third, (i + 1) * third) for i in range(3))
         if s.cp > 1:
-            k, v = (g.gather(g.call(aten.clone.default, t), s.cp, self.groups["cp"]) for t in (k, v))
+            k, v = (
+                g.gather(g.call(aten.clone.default, t), s.cp, self.groups["cp"]) for t in (k, v)
+            )
         scores = g.mm(q, g.t(k))
         a = g.mm(g.call(aten.exp.default, scores), v)
         x1 = g.add(x, self.leave(g.mm(a, wo)))

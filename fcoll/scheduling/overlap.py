@@ -44,11 +44,12 @@ class Overlap:
     def best(self, cap: float) -> Outcome | None:
         found = [o for o in self.seeds if o.peak_bytes <= cap]
         best: Outcome | None = min(found, key=lambda o: (o.us, o.peak_bytes), default=None)
+        reached: Outcome | None = None  # on the ladder so far; it must not depend on the cap
         for level in self.levels(cap):
-            for made in self.improve(level, best):
-                if made.peak_bytes <= cap:
-                    best = _better(best, made)
-                if best is not None and best.us <= self.bound_us * CLOSE:
+            for made in self.improve(level, reached):
+                reached = _better(reached, made)
+                best = _better(best, made)
+                if best.us <= self.bound_us * CLOSE:
                     return best
         return best
 
@@ -59,11 +60,11 @@ class Overlap:
         caps = {peak * step for peak in peaks for step in steps}
         return sorted(c for c in caps if c <= cap)
 
-    def improve(self, cap: float, best: Outcome | None) -> Iterator[Outcome]:
+    def improve(self, cap: float, reached: Outcome | None) -> Iterator[Outcome]:
         """Schedules under a cap of the ladder: forward, backward, and each from the other's times,
         until neither gets better."""
         start = min(
-            (o for o in (best, self.leanest, *self.seeds) if o and o.peak_bytes <= cap),
+            (o for o in (reached, self.leanest, *self.seeds) if o and o.peak_bytes <= cap),
             key=lambda o: o.us,
         )
         current = self.forward(self.tail, self.leanest, cap)

@@ -14,7 +14,10 @@ from fcoll.scheduling.registry import SCHEDULERS
 
 CHECKS = settings(  # no shrinking: it takes minutes, and these programs are small
     phases=[Phase.generate],
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 NAMES = ("original", "safe", "sink_waits", "raise_comms", "reorder_compute", "overlap", "search")
 KEEP_CAPS = ("original", "safe", "overlap", "search")
@@ -53,7 +56,7 @@ def held(order) -> int:
     most = 0
     for i in range(len(order)):
         live = 0
-        for j, s in enumerate(order[: i + 1]):
+        for s in order[: i + 1]:
             used_later = any(s.name in (t.name, *t.uses) for t in order[i:])
             live += s.out_bytes if s.name not in freed or used_later else 0
         most = max(most, live)
