@@ -126,7 +126,7 @@ class Builder:
 
 
 def program(shape: Shape, groups: dict[str, str], dp: int = 8, shard: int = 8) -> Program:
-    """The step. ``groups`` are the names of the process groups of "dp", "shard", "tp", "cp", "ep"."""
+    """The step. ``groups`` names the process groups of dp, shard, tp, cp and ep."""
     return _Step(shape, groups, dp, shard).build()
 
 

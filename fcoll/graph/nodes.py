@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -18,7 +19,13 @@ from fcoll.table.row import Collective
 def row_of_node(node: Any) -> Collective | None:
     """The row of a node that calls a collective or a wait, None of any other."""
     is_call = isinstance(node, Node) and node.op == "call_function"
-    return row_of(node.target) if is_call else None
+    return row_of(_op_name(node.target)) if is_call else None
+
+
+@cache
+def _op_name(target: Any) -> str:
+    """Kept, since torch puts names together anew: 10,000 nodes are asked for theirs many times."""
+    return _torch.op_name(target)
 
 
 def is_start(node: Any) -> bool:

@@ -9,8 +9,9 @@ to memory nor read back nor allocated, and a tensor that several of its steps us
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import sympy
@@ -67,10 +68,12 @@ def steps_of(
     where: Where | None = None,
     sizes: Mapping[str, int] | None = None,
     fuse: bool = True,
+    priced: Collection[str] = (),
 ) -> tuple[Step, ...]:
     """The steps of a graph in its order. ``issued`` are its collectives, ``sizes``
-    the values of symbols that the trace has none for. Without ``fuse`` every step is a kernel."""
-    walk = _Walk(issued, where or _origin, Hints(sizes), fuse)
+    the values of symbols that the trace has none for. Without ``fuse`` every step is a kernel.
+    Of nodes that are ``priced`` already, flops and bytes are not counted."""
+    walk = _Walk(issued, where or _origin, Hints(sizes), fuse, priced)
     for node in graph_module.graph.nodes:
         walk.visit(node)
     return tuple(walk.steps())
@@ -90,7 +93,8 @@ def sizes_of(graph_module: GraphModule) -> dict[str, int]:
     for node in graph_module.graph.nodes:
         for x in _tensors(node):
             for size in x.shape:
-                sizes |= values_of(size)
+                if type(size) is not int:
+                    sizes |= values_of(size)
     for node, row in collectives(graph_module.graph):
         sizes = _even_shares(node, row, sizes) | sizes
     return sizes
@@ -117,12 +121,17 @@ def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[
 def _origin(node: Node) -> tuple[str, str, str]:
     """What a trace wrote down of a node."""
     origin = origin_of(node)
-    return show(origin.frames[-1]) if origin.frames else "", origin.module, origin.phase
+    return _show(origin.frames[-1]) if origin.frames else "", origin.module, origin.phase
+
+
+_show = cache(show)  # a step's nodes are from few lines, and paths take long to shorten
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value if isinstance(value, (list, tuple)) else ()
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 
@@ -190,13 +199,19 @@ class _Walk:
     """
 
     def __init__(
-        self, collectives: Sequence[Any], where: Where, hint: Hints, fuse: bool = True
+        self,
+        collectives: Sequence[Any],
+        where: Where,
+        hint: Hints,
+        fuse: bool = True,
+        priced: Collection[str] = (),
     ) -> None:
-        self.where, self.hint, self.fuse = where, hint, fuse
+        self.where, self.hint, self.fuse, self.priced = where, hint, fuse, priced
         self.started = {c.start: c for c in collectives}
         self.streams = _stream_names(collectives)
         self.drafts: dict[str, _Draft] = {}
         self.storages: dict[Node, tuple[str, ...]] = {}
+        self.sizes: dict[Node, Any] = {}  # bytes of each value
         self.bytes: dict[str, Any] = {}  # of each storage
         self.writer: dict[str, str | None] = {}
         self.readers: dict[str, list[str]] = {}
@@ -222,9 +237,14 @@ class _Walk:
 
     def new_storage(self, node: Node, writer: str | None) -> None:
         self.storages[node] = (node.name,)
-        self.bytes[node.name] = _nbytes(node)
+        self.bytes[node.name] = self.nbytes(node)
         self.writer[node.name] = writer
         self.readers[node.name] = []
+
+    def nbytes(self, node: Node) -> Any:
+        if node not in self.sizes:
+            self.sizes[node] = _nbytes(node)
+        return self.sizes[node]
 
     def storages_of(self, nodes: Iterable[Node]) -> Iterator[str]:
         found = (s for node in nodes for s in self.storages.get(node, ()))
@@ -259,7 +279,8 @@ class _Walk:
         self.in_flight.update((s, _Flight(issued, sent)) for s in self.storages[node])
 
     def compute(self, node: Node) -> None:
-        draft = _Draft(node, "compute", self.place(node, None), flops=_flops(node))
+        flops = 0 if node.name in self.priced else _flops(node)
+        draft = _Draft(node, "compute", self.place(node, None), flops=flops)
         draft.filled = not _torch.op_only_allocates(node.target)
         draft.effect = effect_of(node)
         self.run(draft)
@@ -276,7 +297,8 @@ class _Walk:
         if draft.kind == "compute":
             if self.fuse and _torch.op_fuses(node.target):
                 draft.kernel = self.kernel_for(draft, used)
-            self.count_bytes(draft, written_nodes)
+            if node.name not in self.priced:
+                self.count_bytes(draft, written_nodes)
         for storage in used:
             self.leave_kernel(storage, draft)
         if written and _torch.op_returns_written(node.target):
@@ -385,13 +407,13 @@ class _Walk:
             for storage in mine:
                 self.drafts[storage].filled = True
             if not mine:
-                draft.write += _nbytes(x)
+                draft.write += self.nbytes(x)
         moves = not (_torch.flop_formula(node.target) or _torch.op_reduces(node.target))
-        made = _nbytes(node)
+        made = self.nbytes(node)
         most = made if self.hint(made) else draft.write
         read = kernel.read if kernel else {}
         for argument in node.all_input_nodes:
-            nbytes = self.smaller(most, _nbytes(argument)) if moves else _nbytes(argument)
+            nbytes = self.smaller(most, self.nbytes(argument)) if moves else self.nbytes(argument)
             for storage in self.storages.get(argument, ()):
                 if kernel and self.kernel_of(storage) is kernel:
                     continue  # it is still in registers

@@ -55,9 +55,11 @@ class Overlap:
 
     def levels(self, cap: float) -> list[float]:
         """The ladder's caps up to this one. It depends on the problem alone."""
-        steps = FINE if self.problem.n <= SMALL else COARSE
-        peaks = {self.leanest.peak_bytes, self.seeds[0].peak_bytes}
-        caps = {peak * step for peak in peaks for step in steps}
+        small, lean, given = self.problem.n <= SMALL, self.leanest, self.seeds[0]
+        peaks = {given.peak_bytes}
+        if small or lean.peak_bytes < 0.97 * given.peak_bytes:
+            peaks.add(lean.peak_bytes)
+        caps = {peak * step for peak in peaks for step in (FINE if small else COARSE)}
         return sorted(c for c in caps if c <= cap)
 
     def improve(self, cap: float, reached: Outcome | None) -> Iterator[Outcome]:
@@ -88,7 +90,7 @@ class Overlap:
 
     def rounds(self) -> int:
         """A list schedule takes about 12 us a unit: fewer rounds for larger graphs."""
-        return max(1, min(6, 20_000 // max(self.problem.n, 1)))
+        return max(1, min(6, 8_000 // max(self.problem.n, 1)))
 
     # -- one list schedule ---
 
@@ -124,11 +126,13 @@ def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:
     yield range(problem.n)
     yield classic.waits_late(problem, range(problem.n), NEVER)
     yield classic.just_in_time(problem)
-    yield classic.safe(problem)
-    for rules in ((True, True, True), (True, True, False), (True, False, False)):
-        order = classic.by_communication(problem, *rules)
-        yield order
+    yield classic.by_communication(problem, sink_waits=True)
+    yield classic.by_communication(problem, raise_comms=True)
+    order = classic.by_communication(problem, True, True, True)
+    yield order
+    if problem.n <= SMALL:
         yield classic.waits_late(problem, order, peak_bytes(problem, order))
+        yield classic.safe(problem)
 
 
 def _with_own(problem: Problem, tail: list[float]) -> list[float]:

@@ -38,17 +38,20 @@ class Problem:
     held_bytes: int = 0  # the graph's inputs
     steps: tuple[Step, ...] = ()
     live_first: list[bool] = field(default_factory=list)  # buffers held from the beginning
+    counts: list[int] = field(default_factory=list)  # of touches, see touch_counts
 
     @property
     def n(self) -> int:
         return len(self.us)
 
     def touch_counts(self) -> list[int]:
-        counts = [0] * len(self.size)
-        for buffers in self.touches:
-            for b in buffers:
-                counts[b] += 1
-        return counts
+        """How many units touch each buffer; a list of the caller's own."""
+        if not self.counts:
+            self.counts = [0] * len(self.size)
+            for buffers in self.touches:
+                for b in buffers:
+                    self.counts[b] += 1
+        return list(self.counts)
 
 
 def problem_of(
