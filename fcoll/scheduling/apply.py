@@ -7,12 +7,8 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
-from fcoll.scheduling.buckets import Bucket
 
-
-def apply(
-    graph_module: GraphModule, order: Sequence[str], buckets: Sequence[Bucket] = ()
-) -> GraphModule:
+def apply(graph_module: GraphModule, order: Sequence[str]) -> GraphModule:
     """The same nodes, by the same names, in another order. The given module is not changed."""
     by_name = {node.name: node for node in graph_module.graph.nodes}
     graph = Graph()

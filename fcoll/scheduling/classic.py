@@ -144,22 +144,34 @@ def _emit_with_needs(u: int, problem: Problem, done: list[bool], order: list[int
             order.append(at)
 
 
+def starts_early(
+    problem: Problem, order: Sequence[int], cap: float, one_queue: bool = False
+) -> list[int]:
+    """Each start as early as what it needs and the cap allow, behind the starts before it on its
+    stream (with ``one_queue``: on all streams). Takes no longer, and gives collectives that are
+    slower than their price some slack."""
+    run = ListScheduler(problem, [0.0] * problem.n, Reference(problem, order), cap)
+    queues: dict[int, list[int]] = {}
+    for u in reversed(order):
+        if problem.kind[u] == START:
+            queues.setdefault(0 if one_queue else problem.stream[u], []).append(u)
+    for u in order:
+        for queue in queues.values():
+            while queue:
+                v = queue[-1]
+                if not run.done[v]:
+                    if run.missing[v] or not run.fits(v):
+                        break
+                    run.execute(v)
+                queue.pop()
+        if not run.done[u]:
+            run.execute(u)
+    return run.order
+
+
 def safe(problem: Problem) -> list[int]:
     """Collectives start as early and are waited for as late as the memory of the order that came in
     allows. They keep their order, compute keeps its own, and no price is asked for."""
     original = range(problem.n)
     cap = peak_bytes(problem, original)
-    run = ListScheduler(problem, [0.0] * problem.n, Reference(problem, original), cap)
-    starts = [u for u in original if problem.kind[u] == START]
-    next_start = 0
-    for u in original:
-        while next_start < len(starts):
-            v = starts[next_start]
-            if not run.done[v] and (run.missing[v] or not run.fits(v)):
-                break
-            if not run.done[v]:
-                run.execute(v)
-            next_start += 1
-        if not run.done[u]:
-            run.execute(u)
-    return waits_late(problem, run.order, cap)
+    return waits_late(problem, starts_early(problem, original, cap, one_queue=True), cap)

@@ -30,7 +30,8 @@ class Plan:
     ``order`` are the names of nodes (of a plan without a graph: of steps), ``steps`` the steps in
     the planned order. ``original_us`` and ``original_peak_bytes`` are those of the order that came
     in, ``cap_bytes`` is the memory cap, None without one. ``buckets`` say which collectives are
-    sent as one.
+    sent as one; then ``graph_module`` is the graph in which they are, and ``order`` one of its
+    nodes.
     """
 
     scheduler: str
@@ -83,7 +84,7 @@ class Plan:
         """A new graph module in this order, buckets made; it gives the same values."""
         if self.graph_module is None:
             raise NoGraph(what="steps alone, or from a file,")
-        return apply.apply(self.graph_module, self.order, self.buckets)
+        return apply.apply(self.graph_module, self.order)
 
     def explain(self, step: str) -> str:
         """Why a step is where it is, and what it waits for."""
@@ -139,7 +140,7 @@ def verify_plan(plan: Plan) -> None:
     cap = float("inf") if plan.cap_bytes is None else plan.cap_bytes
     verify.check_steps(plan.original_steps, plan.steps, fail)
     verify.check_memory(plan.steps, plan.held_bytes, plan.peak_bytes, cap, fail)
-    if plan.graph_module is not None and not plan.buckets:
+    if plan.graph_module is not None:
         verify.check_nodes(plan.graph_module, plan.order, fail)
 
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
+from fcoll.scheduling.buckets import merged, proposals
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
@@ -28,6 +30,7 @@ from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
 
 _NEVER = float("inf")
+BUCKETS_UP_TO = 6000  # units: each proposal is planned anew
 
 
 def schedule(
@@ -38,6 +41,7 @@ def schedule(
     memory_cap: int | str | None = "+0%",
     scheduler: str | Scheduler = "overlap",
     sizes: Mapping[str, int] | None = None,
+    buckets: bool = True,
 ) -> Plan:
     """Order a program's compute and communication so that it takes the least time.
 
@@ -46,8 +50,11 @@ def schedule(
     model: {node name: us}, or a function of a Step that gives None where it knows nothing; with
     them every node is a kernel of its own. ``memory_cap`` is in bytes, or relative to the order
     that came in ("+0%", "+5%"), or None. ``scheduler`` is a name or a function: Steps in, names
-    out. The plan is verified. It depends on nothing but these arguments: ranks that pass the same
-    ones get the same plan, so prices must not be measured on each rank by itself.
+    out. ``buckets``: may small collectives be sent as one, where that is faster? Only with the
+    machine's prices: {node name: us} says nothing of merged ones.
+
+    The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
+    get the same plan, so prices must not be measured on each rank by itself.
 
         >>> import torch, fcoll
         >>> with fcoll.fake_world(tp=4) as mesh:
@@ -59,7 +66,7 @@ def schedule(
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     with _without_collector():
-        return _schedule(trace, machine, costs, memory_cap, entry, sizes)
+        return _schedule(trace, machine, costs, memory_cap, entry, sizes, buckets)
 
 
 @contextmanager
@@ -82,17 +89,59 @@ def _schedule(
     memory_cap: int | str | None,
     entry: Entry,
     sizes: Mapping[str, int] | None,
+    buckets: bool,
 ) -> Plan:
-    priced = costs if isinstance(costs, Mapping) else {}
+    priced: Mapping[str, float] = costs if isinstance(costs, Mapping) else {}
     program = _read(trace, sizes, costs is None, priced)
-    price = pricing(program.collectives, machine, costs, program.sizes)
-    us = {step.name: price(step) for step in program.steps}
-    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes)
-    job = Job.of(problem, us, _NEVER, program.graph_module)
+    job = _job(program, machine, costs)
     cap = _cap_bytes(memory_cap, job.original.peak_bytes) if entry.keeps_cap else None
     job.cap_bytes = _NEVER if cap is None else cap
     plan = _plan(job, entry, cap, program, machine)
     verify_plan(plan)
+    if entry.buckets and buckets and not isinstance(costs, Mapping):
+        plan = _with_buckets(plan, job, entry, program, machine, costs)
+    return plan
+
+
+def _job(program: _Program, machine: Machine, costs: Costs | None) -> Job:
+    price = pricing(program.collectives, machine, costs, program.sizes)
+    us = {step.name: price(step) for step in program.steps}
+    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes)
+    return Job.of(problem, us, _NEVER, program.graph_module)
+
+
+def _with_buckets(
+    plan: Plan, job: Job, entry: Entry, program: _Program, machine: Machine, costs: Costs | None
+) -> Plan:
+    """The fastest of the plan and of plans with buckets, under the same cap and prices.
+
+    Buckets are proposed for orders in which much is under way at once: this plan's, and one with
+    starts early and waits late. Each proposal is made and planned as any other graph.
+    """
+    graph_module = program.graph_module
+    if graph_module is None or job.problem.n > BUCKETS_UP_TO:
+        return plan
+    early = classic.by_communication(job.problem, raise_comms=True)
+    late = classic.waits_late(job.problem, early, _NEVER)
+    for names in ([s.name for s in plan.steps], job.names(late)):
+        nodes = node_order(graph_module, names)
+        for found in proposals(nodes, program.collectives, machine):
+            made = merged(graph_module, nodes, found)
+            other = _read(made, program.sizes, costs is None, ())
+            again = _job(other, machine, costs)
+            again.cap_bytes = job.cap_bytes
+            try:
+                bucketed = _plan(again, entry, plan.cap_bytes, other, machine)
+            except MemoryCapTooSmall:
+                continue
+            if bucketed.makespan_us < 0.999 * plan.makespan_us:
+                plan = replace(
+                    bucketed,
+                    buckets=tuple(found),
+                    original_us=plan.original_us,
+                    original_peak_bytes=plan.original_peak_bytes,
+                )
+                verify_plan(plan)
     return plan
 
 

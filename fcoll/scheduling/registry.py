@@ -81,24 +81,30 @@ class Job(tuple[Step, ...]):
 
 @dataclass(frozen=True)
 class Entry:
-    """A scheduler, and whether it stays under a memory cap by itself."""
+    """A scheduler, whether it stays under a memory cap by itself, and whether buckets are made
+    for it."""
 
     name: str
     run: Scheduler
     keeps_cap: bool = True
+    buckets: bool = False
 
 
 SCHEDULERS: dict[str, Entry] = {}
 
 
-def scheduler(name: str, *, keeps_cap: bool = True) -> Callable[[Scheduler], Scheduler]:
+def scheduler(
+    name: str, *, keeps_cap: bool = True, buckets: bool = False
+) -> Callable[[Scheduler], Scheduler]:
     """Register a scheduler: ``fcoll.schedule(trace, scheduler=name)``.
 
-    A plan over the memory cap is an error; one whose scheduler does not keep caps has none.
+    A plan over the memory cap is an error; one whose scheduler does not keep caps has none. With
+    ``buckets`` it also plans graphs in which small collectives are sent as one, and the faster plan
+    is taken.
     """
 
     def keep(fn: Scheduler) -> Scheduler:
-        SCHEDULERS[name] = Entry(name, fn, keeps_cap)
+        SCHEDULERS[name] = Entry(name, fn, keeps_cap, buckets)
         return fn
 
     return keep
