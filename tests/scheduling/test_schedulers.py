@@ -1,4 +1,4 @@
-"""Every scheduler on random programs: the plan is right, fits, and is no worse than what came in."""
+"""Every scheduler on random programs: right, under the cap, no worse than what came in."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def brute_force(program, cap: float) -> float:
     least = float("inf")
     for order in itertools.permutations(steps):
         place = {s.name: i for i, s in enumerate(order)}
-        if all(place[x] < place[s.name] for s in steps for x in s.inputs):
-            if held(order) <= cap:
-                least = min(least, taken(order, us))
+        valid = all(place[x] < place[s.name] for s in steps for x in s.inputs)
+        if valid and held(order) <= cap:
+            least = min(least, taken(order, us))
     return least
 
 
