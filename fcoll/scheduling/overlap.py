@@ -100,7 +100,8 @@ class Overlap:
             current = min(current, made, again, key=lambda o: o.us)
             if current.us >= before:
                 break
-        yield self.early(current, cap)
+        if self.problem.n <= SMALL:
+            yield self.early(current, cap)
 
     def rounds(self) -> int:
         """A list schedule takes about 12 us a unit: fewer rounds for larger graphs."""

@@ -11,11 +11,10 @@ the first and the last use of each buffer, is what the plan says and under the c
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
@@ -124,21 +123,14 @@ def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> 
             if needed not in done:
                 fail(f"{node.name} comes before {needed.name}, which it takes")
         done.add(node)
-    roots = _storages(nodes)
-    if _versions(nodes, roots) != (seen := _versions(planned, roots)):
-        _name_the_first(_versions(nodes, roots), seen, fail)
-    position = {name: i for i, name in enumerate(n for n in order if _has_effect(by_name[n]))}
-    effects = [(n.name, effect_of(n), _starts(n)) for n in nodes if _has_effect(n)]
+    uses = _Uses(nodes)
+    before, after = uses.versions(nodes), uses.versions(planned)
+    if before != after:
+        _name_the_first(before, after, fail)
+    effects = [(n.name, effect_of(n), uses.op(n).starts) for n in nodes if uses.op(n).has_effect]
+    known = {name for name, _, _ in effects}
+    position = {name: i for i, name in enumerate(name for name in order if name in known)}
     _check_effects([e for e in effects if e[1] != "barrier"], position, fail)
-
-
-def _has_effect(node: Node) -> bool:
-    return bool(effect_of(node)) or _starts(node)
-
-
-def _starts(node: Node) -> bool:
-    row = row_of_node(node)
-    return row is not None and not row.is_wait
 
 
 def _name_the_first(before: dict[Any, int], after: dict[Any, int], fail: Fail) -> NoReturn:
@@ -151,89 +143,97 @@ def _name_the_first(before: dict[Any, int], after: dict[Any, int], fail: Fail) -
 
 
 _OTHER = {"before a write or a wait": "after", "after a write": "before"}
-
-
-def _storages(nodes: Sequence[Node]) -> dict[Node, frozenset[Node]]:
-    """The nodes whose memory a node's value lies in."""
-    found: dict[Node, frozenset[Node]] = {}
-    for node in nodes:
-        shared = [x for x in _shared(node) if x in found]
-        found[node] = _all(found[x] for x in shared) if shared else frozenset({node})
-    return found
-
-
-def _shared(node: Node) -> Iterator[Node]:
-    """The arguments whose memory the result is."""
-    row = row_of_node(node)
-    if node.target is operator.getitem or (row is not None and row.is_wait):
-        yield from node.all_input_nodes
-    elif node.op == "call_function":
-        for i, name in _facts(node.target)[0]:
-            yield from _nodes_in(_argument(node, i, name))
-
-
-def _versions(order: Sequence[Node], roots: dict[Node, frozenset[Node]]) -> dict[Any, int]:
-    """(node, storage) -> how often the storage had been written to when the node used it."""
-    version: dict[Node, int] = {}
-    sent: dict[Node, frozenset[Node]] = {}  # what a collective under way reads, by its result
-    seen: dict[Any, int] = {}
-    for node in order:
-        uses, writes = _uses(node, roots)
-        row = row_of_node(node)
-        if row is not None and row.is_wait:
-            writes = uses
-            uses = uses.union(*(sent[r] for r in writes if r in sent))
-        elif row is not None:
-            sent.update((r, uses) for r in roots[node])
-        for root in uses:
-            seen[node, root] = version.get(root, 0)
-        for root in writes:
-            version[root] = version.get(root, 0) + 1
-    return seen
-
-
-def _uses(
-    node: Node, roots: dict[Node, frozenset[Node]]
-) -> tuple[frozenset[Node], frozenset[Node]]:
-    """The storages that a node reads or writes, and of them those it writes. A view uses none."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return frozenset(), frozenset()
-    _, written, is_view = _facts(node.target)
-    if is_view:
-        return frozenset(), frozenset()
-    uses = _all(roots[x] for x in node.all_input_nodes)
-    targets = [x for i, name in written for x in _nodes_in(_argument(node, i, name))]
-    return uses, _all(roots[x] for x in targets)
-
-
-def _all(sets: Iterable[frozenset[Node]]) -> frozenset[Node]:
-    return frozenset().union(*sets)
-
-
 Places = tuple[tuple[int, str], ...]
+Roots = frozenset[Node]
 
 #: These have a view's schema but may copy: it matters when they run.
 _MAY_COPY = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")
 
 
-@functools.cache
-def _facts(op: Any) -> tuple[Places, Places, bool]:
-    """Of an op: the arguments that its result shares memory with, those it writes to, and whether
-    it is a view."""
-    schema = getattr(op, "_schema", None)
+class _Op(NamedTuple):
+    """What a call does: the arguments whose memory its result is, those it writes to, ..."""
+
+    shared: Places = ()
+    written: Places = ()
+    is_view: bool = True  # it uses no value
+    waits: bool = False
+    starts: bool = False
+    has_effect: bool = False
+
+
+class _Uses:
+    """Which storages the nodes of a graph lie in, read and write."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.ops: dict[Any, _Op] = {}
+        self.roots: dict[Node, Roots] = {}  # the nodes whose memory a node's value lies in
+        for node in nodes:
+            shared = list(self.shared(node))
+            self.roots[node] = self.union(shared) if shared else frozenset({node})
+
+    def op(self, node: Node) -> _Op:
+        if node.op != "call_function":
+            return _Op(has_effect=bool(effect_of(node)), is_view=node.op != "call_module")
+        if node.target not in self.ops:
+            self.ops[node.target] = _op(node)
+        return self.ops[node.target]
+
+    def shared(self, node: Node) -> Iterator[Node]:
+        op = self.op(node)
+        if op.waits or node.target is operator.getitem:
+            yield from node.all_input_nodes
+        for i, name in op.shared:
+            yield from _nodes_in(_argument(node, i, name))
+
+    def union(self, nodes: Iterable[Node]) -> Roots:
+        return frozenset().union(*[self.roots[x] for x in nodes])
+
+    def versions(self, order: Sequence[Node]) -> dict[Any, int]:
+        """(node, storage) -> how often the storage had been written to when the node used it."""
+        version: dict[Node, int] = {}
+        sent: dict[Node, Roots] = {}  # what a collective under way reads, by its result
+        seen: dict[Any, int] = {}
+        for node in order:
+            op = self.op(node)
+            if op.is_view:
+                continue
+            used = self.union(node.all_input_nodes)
+            writes = used if op.waits else self.written(node, op)
+            if op.waits:
+                used = used.union(*(sent[root] for root in used if root in sent))
+            elif op.starts:
+                sent.update((root, used) for root in self.roots[node])
+            for root in used:
+                seen[node, root] = version.get(root, 0)
+            for root in writes:
+                version[root] = version.get(root, 0) + 1
+        return seen
+
+    def written(self, node: Node, op: _Op) -> Roots:
+        if not op.written:
+            return frozenset()
+        return self.union(x for i, n in op.written for x in _nodes_in(_argument(node, i, n)))
+
+
+def _op(node: Node) -> _Op:
+    """By the op's schema and its row."""
+    row = row_of_node(node)
+    waits = row is not None and row.is_wait
+    starts = row is not None and not row.is_wait
+    has_effect = starts or bool(effect_of(node))
+    schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return (), (), False
+        is_view = node.target is operator.getitem or not has_effect
+        return _Op(is_view=is_view, has_effect=has_effect)
     named = list(enumerate(schema.arguments))
     aliased = [r.alias_info for r in schema.returns if r.alias_info]
     sets = set().union(*(a.before_set | a.after_set for a in aliased)) if aliased else set()
-    shared = tuple(
-        (i, a.name) for i, a in named if a.alias_info and (a.alias_info.before_set & sets)
-    )
-    if op is torch.ops.aten._unsafe_view.default:
+    shared = tuple((i, a.name) for i, a in named if a.alias_info and a.alias_info.before_set & sets)
+    if node.target is torch.ops.aten._unsafe_view.default:
         shared = ((0, "self"),)
     written = tuple((i, a.name) for i, a in named if a.alias_info and a.alias_info.is_write)
-    is_view = bool(shared) and not written and schema.name not in _MAY_COPY
-    return shared, written, is_view
+    is_view = bool(shared) and not written and schema.name not in _MAY_COPY and not waits
+    return _Op(shared, written, is_view, waits, starts, has_effect)
 
 
 def _argument(node: Node, position: int, name: str) -> Any:
