@@ -142,6 +142,16 @@ def merged(
     return _Merge(graph_module, buckets).run(order)
 
 
+def made_again(
+    graph_module: GraphModule, order: Sequence[str], buckets: Sequence[Bucket]
+) -> GraphModule:
+    """The graph with its buckets, from the graph without them and the names of all its nodes."""
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    members = {bucket.name: bucket.members for bucket in buckets}
+    names = (x for name in order for x in members.get(name, (name,)))
+    return merged(graph_module, [by_name[name] for name in names if name in by_name], buckets)
+
+
 class _Merge:
     def __init__(self, graph_module: GraphModule, buckets: Sequence[Bucket]) -> None:
         self.given = graph_module
@@ -174,19 +184,25 @@ class _Merge:
         inputs = [self.made[node.all_input_nodes[0]] for node in starts]
         n = self.ranks(starts[0]) if bucket.op == REDUCE_SCATTER_TENSOR.name else 1
         # Of a reduce-scatter each rank's part of every member must lie together.
-        flat = [self.call(aten.view.default, x, [n, -1]) for x in inputs]
-        whole = self.call(aten.cat.default, flat, 1)
-        whole = self.call(aten.view.default, whole, [-1])
+        name = bucket.name
+        flat = [
+            self.call(f"{name}_flat_{i}", aten.view.default, x, [n, -1])
+            for i, x in enumerate(inputs)
+        ]
+        whole = self.call(f"{name}_cat", aten.cat.default, flat, 1)
+        whole = self.call(f"{name}_sent", aten.view.default, whole, [-1])
         row = starts[-1]
         args = tuple(whole if isinstance(a, Node) else a for a in row.args)
-        started = self.graph.create_node("call_function", row.target, args, {}, bucket.name)
+        started = self.graph.create_node("call_function", row.target, args, {}, name)
         started.meta = dict(row.meta)
         grown = sum(node.meta["val"].numel() for node in starts)
         started.meta["val"] = self.value(whole.meta["val"].new_empty, [grown])
         wait_op = self.by_name[bucket.waits[-1]]
-        waited = self.graph.call_function(wait_op.target, (started,))
+        waited = self.graph.create_node(
+            "call_function", wait_op.target, (started,), {}, f"{name}_wait"
+        )
         waited.meta = {**wait_op.meta, "val": started.meta["val"]}
-        self.results[bucket.name] = waited
+        self.results[name] = waited
 
     def take_out(self, wait: Node, bucket: Bucket) -> None:
         """A member's part of the result, by the name of its wait."""
@@ -195,18 +211,21 @@ class _Merge:
         n = self.ranks(starts[0]) if bucket.op == ALL_GATHER_INTO_TENSOR.name else 1
         counts = [node.meta["val"].numel() // n for node in starts]
         end = list(itertools.accumulate(counts))[position]
-        table = self.call(aten.view.default, whole, [n, sum(counts)])
-        part = self.call(aten.slice.Tensor, table, 1, end - counts[position], end)
+        name, begin = wait.name, end - counts[position]
+        table = self.call(f"{name}_table", aten.view.default, whole, [n, sum(counts)])
+        part = self.call(f"{name}_part", aten.slice.Tensor, table, 1, begin, end)
         if n > 1:
-            part = self.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+            kind = torch.contiguous_format
+            part = self.call(f"{name}_copy", aten.clone.default, part, memory_format=kind)
         shape = list(wait.meta["val"].shape)
-        self.made[wait] = self.call(aten.view.default, part, shape, name=wait.name)
+        self.made[wait] = self.call(name, aten.view.default, part, shape)
         self.made[wait].meta = {**wait.meta, "val": self.made[wait].meta["val"]}
 
     def ranks(self, start: Node) -> int:
         return int(arguments(start)["group_size"])
 
-    def call(self, op: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+    def call(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """Named, so that buckets made again, of a plan from a file, are the same nodes."""
         node = self.graph.create_node("call_function", op, args, kwargs, name)
         values = torch.fx.map_arg(args, lambda x: x.meta["val"])
         node.meta["val"] = self.value(op, *values, **kwargs)

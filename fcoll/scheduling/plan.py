@@ -17,7 +17,7 @@ from fcoll.errors import BadPlan, BadPlanFile, NoGraph
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
 from fcoll.scheduling import apply, verify
-from fcoll.scheduling.buckets import Bucket
+from fcoll.scheduling.buckets import Bucket, made_again
 from fcoll.scheduling.explain import explain
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.units import show_bytes
@@ -193,6 +193,8 @@ def _loaded(data: dict[str, Any], graph_module: GraphModule | None) -> Plan:
     originals = tuple(by_name[name] for name in data.pop("original_steps"))
     buckets = tuple(Bucket(**{k: _tuple(v) for k, v in b.items()}) for b in data.pop("buckets"))
     data["order"] = tuple(data["order"])
+    if buckets and graph_module is not None:
+        graph_module = made_again(graph_module, data["order"], buckets)
     plan = Plan(
         **data,
         buckets=buckets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fcoll.errors import NoGraph
+from fcoll.errors import BadPlan, NoGraph
 from fcoll.scheduling import _torch, classic
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.registry import Job, scheduler
@@ -48,7 +48,10 @@ def torch_overlap(job: Job) -> Iterable[str]:
     and may hold 5 % or 1 GB more than the order that came in."""
     if job.graph_module is None:
         raise NoGraph(what="steps alone, for torch's scheduler,")
-    order = _torch.overlap_scheduler_order(job.graph_module, lambda name: job.us.get(name, 0.0))
+    try:
+        order = _torch.overlap_scheduler_order(job.graph_module, lambda name: job.us.get(name, 0.0))
+    except RecursionError:
+        raise BadPlan(scheduler="torch", why="torch's scheduler calls itself without end") from None
     known = set(job.us)
     return [name for name in order if name in known]
 

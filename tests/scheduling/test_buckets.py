@@ -44,7 +44,7 @@ def graph_of(n: int, group: str):
     return make_fx(lambda x, *ws: step(x, ws, n, group), tracing_mode="fake")(x, *ws)
 
 
-def test_many_small_messages_become_few():
+def test_many_small_messages_become_few(tmp_path):
     with fcoll.fake_world(dp=8) as mesh:
         graph = graph_of(8, mesh.get_group("dp").group_name)
         plan = fcoll.schedule(graph, memory_cap=None)
@@ -58,6 +58,10 @@ def test_many_small_messages_become_few():
         assert len(starts) == 24 - merged + len(plan.buckets)
         assert [n.name for n in plan.apply().graph.nodes] == list(plan.order)
         assert plan.digest == fcoll.schedule(graph, memory_cap=None).digest
+        plan.save(tmp_path / "plan.json")
+        again = fcoll.Plan.load(tmp_path / "plan.json", graph)
+        assert again.buckets == plan.buckets
+        assert again.apply().code == plan.apply().code
 
 
 @pytest.mark.parametrize("cap", ["+0%", "+10%", None])
