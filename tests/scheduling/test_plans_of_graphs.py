@@ -319,3 +319,45 @@ def test_a_damaged_file(solo, tmp_path, damage):
     path.write_text(text.replace("mm", "nn", 1) if damage == "order" else damage)
     with pytest.raises(BadPlanFile, match=r"cannot read the plan .*plan.json"):
         fcoll.Plan.load(path)
+
+
+def test_torchs_scheduler_for_comparison():
+    with fcoll.fake_world(dp=4) as mesh:
+        graph = graph_of(mesh.get_group("dp"))
+        plan = planned(graph, "torch")
+        assert plan.scheduler == "torch" and plan.cap_bytes is None
+        assert sorted(plan.order) == sorted(n.name for n in graph.graph.nodes)
+
+
+def in_place(x, w, group):
+    """What Inductor's post-grad graphs have: forms that write, and lists."""
+    name = group.group_name
+    sums = x @ w
+    started = c10d.all_reduce_(sums, "sum", name)
+    other = (x + 1) @ w
+    done = c10d.wait_tensor(started)
+    first = done * other
+    a, b = c10d.all_reduce_coalesced([x * 2, w * 3], "sum", name)
+    more = torch.sin(x)
+    second = c10d.wait_tensor(a) + more
+    third = c10d.wait_tensor(b) @ second
+    done.mul_(2)
+    into = torch.empty_like(x)
+    filled = c10d.all_gather_into_tensor_out(
+        x[: 4 // group.size()].clone(), group.size(), name, out=into
+    )
+    last = (w + 2) @ w
+    return first, second, third, done, c10d.wait_tensor(filled) + last, x
+
+
+@pytest.mark.parametrize("scheduler", ["safe", "raise_comms", "overlap"])
+def test_forms_that_write_and_lists(solo, scheduler):
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    graph = make_fx(lambda x, w: in_place(x, w, solo), tracing_mode="fake")(x, w)
+    kinds = [s.kind for s in steps_of(graph, collectives_of(graph), fuse=False)]
+    assert kinds.count("start") == 3 and kinds.count("wait") == 4
+    before = [t.clone() for t in graph(x, w)]
+    for seed in range(8):
+        plan = planned(graph, scheduler, seed)
+        assert all(map(torch.equal, before, plan.apply()(x, w)))
+        assert plan.timeline.step_us == pytest.approx(plan.makespan_us)
