@@ -18,10 +18,12 @@ from fcoll.scheduling.mirror import flipped, mirrored
 from fcoll.scheduling.problem import WAIT, Problem
 
 NEVER = float("inf")
-#: Steps of the ladder over the smallest peak that is known, for small graphs and for large ones.
+#: Steps of the ladder over the peak of the order that came in: for small graphs, for larger ones
+#: and for large ones. A list schedule takes about 12 us a unit.
 FINE = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, NEVER)
-COARSE = (1.0, 1.05, 1.2, NEVER)
-SMALL = 3000  # units: up to here the ladder is fine
+MEDIUM = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, NEVER)
+COARSE = (1.0, 1.1, NEVER)
+SMALL, LARGE = 800, 3000  # units
 CLOSE = 1.0005  # of a large graph: this near to the bound nothing more is tried
 
 
@@ -36,7 +38,7 @@ class Overlap:
     def __init__(self, problem: Problem, bound_us: float | None = None) -> None:
         self.problem = problem
         self.bound_us = lower_bound_us(problem) if bound_us is None else bound_us
-        self.close = 1 + 1e-9 if problem.n <= SMALL else CLOSE
+        self.close = 1 + 1e-9 if problem.n <= LARGE else CLOSE
         self.back = mirrored(problem)
         self.tail = _with_own(problem, tails(problem))
         self.seeds = [run(problem, order) for order in _simple_orders(problem)]
@@ -67,11 +69,11 @@ class Overlap:
 
     def levels(self, cap: float) -> list[float]:
         """The ladder's caps up to this one. It depends on the problem alone."""
-        small, lean, given = self.problem.n <= SMALL, self.leanest, self.seeds[0]
-        peaks = {given.peak_bytes}
-        if small or lean.peak_bytes < 0.97 * given.peak_bytes:
-            peaks.add(lean.peak_bytes)
-        caps = {peak * step for peak in peaks for step in (FINE if small else COARSE)}
+        n, lean, given = self.problem.n, self.leanest.peak_bytes, self.seeds[0].peak_bytes
+        steps = FINE if n <= SMALL else MEDIUM if n <= LARGE else COARSE
+        caps = {given * step for step in steps}
+        if n <= SMALL or lean < 0.97 * given:
+            caps |= {lean, (lean + given) / 2}
         return sorted(c for c in caps if c <= cap)
 
     def improve(self, cap: float, reached: Outcome | None) -> Iterator[Outcome]:
@@ -81,16 +83,16 @@ class Overlap:
             (o for o in (reached, self.leanest, *self.seeds) if o and o.peak_bytes <= cap),
             key=lambda o: o.us,
         )
-        current = self.forward(self.tail, self.leanest, cap)
-        yield current
+        current = start
+        if self.problem.n <= SMALL or reached is None:  # else what was reached is improved on
+            for made in self.from_scratch(cap):
+                yield made
+                current = min(current, made, key=lambda o: o.us)
         if self.back is None:
-            yield self.forward(self.tail, start, cap)
-            yield self.early(min(current, start, key=lambda o: o.us), cap)
+            made = self.forward(self.tail, start, cap)
+            yield made
+            yield self.early(min(current, made, key=lambda o: o.us), cap)
             return
-        head = _with_own(self.back, tails(self.back))
-        backward = self.backward(head, self.leanest, cap)
-        yield backward
-        current = min(current, backward, start, key=lambda o: o.us)
         for _ in range(self.rounds()):
             before = current.us
             made = self.backward(self.ends(current), current, cap)
@@ -103,9 +105,15 @@ class Overlap:
         if self.problem.n <= SMALL:
             yield self.early(current, cap)
 
+    def from_scratch(self, cap: float) -> Iterator[Outcome]:
+        """By the longest chain that follows, and backwards by the longest that comes before."""
+        yield self.forward(self.tail, self.leanest, cap)
+        if self.back is not None:
+            head = _with_own(self.back, tails(self.back))
+            yield self.backward(head, self.leanest, cap)
+
     def rounds(self) -> int:
-        """A list schedule takes about 12 us a unit: fewer rounds for larger graphs."""
-        return max(1, min(6, 8_000 // max(self.problem.n, 1)))
+        return 6 if self.problem.n <= SMALL else 2 if self.problem.n <= LARGE else 1
 
     # -- one list schedule ---
 
