@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -22,10 +21,15 @@ def row_of_node(node: Any) -> Collective | None:
     return row_of(_op_name(node.target)) if is_call else None
 
 
-@cache
+_names: dict[int, tuple[Any, str]] = {}  # by id: to hash an op takes as long as to name it
+
+
 def _op_name(target: Any) -> str:
     """Kept, since torch puts names together anew: 10,000 nodes are asked for theirs many times."""
-    return _torch.op_name(target)
+    known = _names.get(id(target))
+    if known is None or known[0] is not target:
+        known = _names[id(target)] = (target, _torch.op_name(target))
+    return known[1]
 
 
 def is_start(node: Any) -> bool:

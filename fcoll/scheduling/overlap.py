@@ -106,8 +106,10 @@ class Overlap:
             yield self.early(current, cap)
 
     def from_scratch(self, cap: float) -> Iterator[Outcome]:
-        """By the longest chain that follows, and backwards by the longest that comes before."""
-        yield self.forward(self.tail, self.leanest, cap)
+        """By the longest chain that follows, and backwards by the longest that comes before. Of
+        large graphs only backwards, where that can be: it is the better one nearly always."""
+        if self.back is None or self.problem.n <= LARGE:
+            yield self.forward(self.tail, self.leanest, cap)
         if self.back is not None:
             head = _with_own(self.back, tails(self.back))
             yield self.backward(head, self.leanest, cap)
@@ -147,13 +149,13 @@ class Overlap:
 def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:
     """The order that came in is the first."""
     yield range(problem.n)
-    yield classic.waits_late(problem, range(problem.n), NEVER)
     yield classic.just_in_time(problem)
     yield classic.by_communication(problem, sink_waits=True)
     yield classic.by_communication(problem, raise_comms=True)
     order = classic.by_communication(problem, True, True, True)
     yield order
     if problem.n <= SMALL:
+        yield classic.waits_late(problem, range(problem.n), NEVER)
         yield classic.waits_late(problem, order, peak_bytes(problem, order))
         yield classic.safe(problem)
 

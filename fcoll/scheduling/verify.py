@@ -117,13 +117,13 @@ def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> 
         wrong = set(by_name) ^ set(order)
         fail(f"the nodes are not those of the graph: {min(wrong, default='one is there twice')}")
     planned = [by_name[name] for name in order]
+    uses = _Uses(nodes)
     done: set[Node] = set()
     for node in planned:
-        for needed in node.all_input_nodes:
+        for needed in uses.inputs[node]:
             if needed not in done:
                 fail(f"{node.name} comes before {needed.name}, which it takes")
         done.add(node)
-    uses = _Uses(nodes)
     before, after = uses.versions(nodes), uses.versions(planned)
     if before != after:
         _name_the_first(before, after, fail)
@@ -165,7 +165,8 @@ class _Uses:
     """Which storages the nodes of a graph lie in, read and write."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self.ops: dict[Any, _Op] = {}
+        self.ops: dict[int, _Op] = {}
+        self.inputs = {node: node.all_input_nodes for node in nodes}
         self.roots: dict[Node, Roots] = {}  # the nodes whose memory a node's value lies in
         for node in nodes:
             shared = list(self.shared(node))
@@ -174,14 +175,15 @@ class _Uses:
     def op(self, node: Node) -> _Op:
         if node.op != "call_function":
             return _Op(has_effect=bool(effect_of(node)), is_view=node.op != "call_module")
-        if node.target not in self.ops:
-            self.ops[node.target] = _op(node)
-        return self.ops[node.target]
+        found = self.ops.get(id(node.target))  # by id: hashing an op is slow
+        if found is None:
+            found = self.ops[id(node.target)] = _op(node)
+        return found
 
     def shared(self, node: Node) -> Iterator[Node]:
         op = self.op(node)
         if op.waits or node.target is operator.getitem:
-            yield from node.all_input_nodes
+            yield from self.inputs[node]
         for i, name in op.shared:
             yield from _nodes_in(_argument(node, i, name))
 
@@ -197,7 +199,7 @@ class _Uses:
             op = self.op(node)
             if op.is_view:
                 continue
-            used = self.union(node.all_input_nodes)
+            used = self.union(self.inputs[node])
             writes = used if op.waits else self.written(node, op)
             if op.waits:
                 used = used.union(*(sent[root] for root in used if root in sent))
