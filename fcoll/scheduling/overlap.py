@@ -23,7 +23,7 @@ NEVER = float("inf")
 FINE = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, NEVER)
 MEDIUM = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, NEVER)
 COARSE = (1.0, 1.1, NEVER)
-SMALL, LARGE = 800, 3000  # units
+SMALL, LARGE, HUGE = 800, 3000, 20_000  # units
 CLOSE = 1.0005  # of a large graph: this near to the bound nothing more is tried
 
 
@@ -115,7 +115,8 @@ class Overlap:
             yield self.backward(head, self.leanest, cap)
 
     def rounds(self) -> int:
-        return 6 if self.problem.n <= SMALL else 2 if self.problem.n <= LARGE else 1
+        n = self.problem.n
+        return 6 if n <= SMALL else 2 if n <= LARGE else 1 if n <= HUGE else 0
 
     # -- one list schedule ---
 
