@@ -115,15 +115,16 @@ def _with_buckets(
 ) -> Plan:
     """The fastest of the plan and of plans with buckets, under the same cap and prices.
 
-    Buckets are proposed for orders in which much is under way at once: this plan's, and one with
-    starts early and waits late. Each proposal is made and planned as any other graph.
+    Buckets are proposed for orders in which much is under way at once: waits late, and starts early
+    as well. They do not depend on the cap, so that a larger one is never slower. Each proposal is
+    made and planned as any other graph.
     """
     graph_module = program.graph_module
     if graph_module is None or job.problem.n > BUCKETS_UP_TO:
         return plan
     early = classic.by_communication(job.problem, raise_comms=True)
-    late = classic.waits_late(job.problem, early, _NEVER)
-    for names in ([s.name for s in plan.steps], job.names(late)):
+    for order in (range(job.problem.n), early):
+        names = job.names(classic.waits_late(job.problem, order, _NEVER))
         nodes = node_order(graph_module, names)
         for found in proposals(nodes, program.collectives, machine):
             made = merged(graph_module, nodes, found)
@@ -134,7 +135,7 @@ def _with_buckets(
                 bucketed = _plan(again, entry, plan.cap_bytes, other, machine)
             except MemoryCapTooSmall:
                 continue
-            if bucketed.makespan_us < 0.999 * plan.makespan_us:
+            if bucketed.makespan_us < plan.makespan_us:
                 plan = replace(
                     bucketed,
                     buckets=tuple(found),

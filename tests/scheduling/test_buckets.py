@@ -75,6 +75,14 @@ def test_never_slower_and_never_over_the_cap(cap):
             assert plan.cap_bytes is None or plan.peak_bytes <= plan.cap_bytes == alone.cap_bytes
 
 
+def test_a_larger_cap_is_never_slower_with_buckets():
+    with fcoll.fake_world(dp=8) as mesh:
+        graph = graph_of(8, mesh.get_group("dp").group_name)
+        caps = ("+0%", "+3%", "+8%", "+25%", "+60%", None)
+        times = [fcoll.schedule(graph, memory_cap=cap).makespan_us for cap in caps]
+        assert times == sorted(times, reverse=True) and times[-1] < times[0]
+
+
 def test_given_prices_make_no_buckets():
     with fcoll.fake_world(dp=8) as mesh:
         graph = graph_of(8, mesh.get_group("dp").group_name)
