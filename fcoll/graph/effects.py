@@ -4,7 +4,6 @@
 ``"ordered"``: a message between two ranks, or any collective beside one. Ranks run different
 programs then, so all collectives keep their order. ``"barrier"``: nothing moves past it, because it
 may communicate, or do anything else, that fcoll knows nothing of.
-
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Plan:
     ``order`` are the names of nodes (of a plan without a graph: of steps), ``steps`` the steps in
     the planned order. ``original_us`` and ``original_peak_bytes`` are those of the order that came
     in, ``cap_bytes`` is the memory cap, None without one. ``buckets`` say which collectives are
-    sent as one; then ``graph_module`` is the graph in which they are, and ``order`` one of its
-    nodes.
+    sent as one; then ``graph_module`` is the graph in which they are, ``order`` one of its nodes,
+    and the bound one for that graph.
     """
 
     scheduler: str
