@@ -22,6 +22,7 @@ def overlap_scheduler_order(
     The graph is copied: torch's scheduler moves its nodes. It asks for ms. Prices are given, so
     that there is nothing to align between ranks: that step, which communicates, is left out.
     """
+    from torch._inductor import config as inductor_config
     from torch._inductor.fx_passes import overlap_scheduling
 
     class Scheduler(overlap_scheduling.OverlapScheduler):
@@ -49,7 +50,8 @@ def overlap_scheduler_order(
             max_memory_increase_gb=max_memory_increase_gb,
             max_memory_increase_ratio=max_memory_increase_ratio,
         )
-    with _deep_recursion():
+    fix = {"aten_distributed_optimizations.overlap_scheduling_autofix_cycles": True}
+    with _deep_recursion(), inductor_config.patch(fix):  # else it raises for order edges of its own
         scheduler.run()
     return [names[node] for node in module.graph.nodes]
 

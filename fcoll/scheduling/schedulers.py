@@ -50,8 +50,9 @@ def torch_overlap(job: Job) -> Iterable[str]:
         raise NoGraph(what="steps alone, for torch's scheduler,")
     try:
         order = _torch.overlap_scheduler_order(job.graph_module, lambda name: job.us.get(name, 0.0))
-    except RecursionError:
-        raise BadPlan(scheduler="torch", why="torch's scheduler calls itself without end") from None
+    except RuntimeError as error:  # it calls itself without end on some graphs of two groups
+        why = f"torch's scheduler fails: {type(error).__name__}: {str(error)[:100]}"
+        raise BadPlan(scheduler="torch", why=why) from None
     known = set(job.us)
     return [name for name in order if name in known]
 
