@@ -12,6 +12,9 @@ from fcoll.functions import *  # noqa: F403
 from fcoll.graph.issued import Issued
 from fcoll.groups import Group, GroupLike
 from fcoll.profiling.profile import Profile, profile
+from fcoll.scheduling.plan import Plan
+from fcoll.scheduling.planner import schedule
+from fcoll.scheduling.registry import scheduler
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -34,6 +37,7 @@ __all__ = [
     "GroupLike",
     "Issued",
     "Machine",
+    "Plan",
     "Profile",
     "Trace",
     "accelerate_c10d",
@@ -46,6 +50,8 @@ __all__ = [
     "launch",
     "profile",
     "register",
+    "schedule",
+    "scheduler",
     "symm_mem",
     "trace",
 ]

@@ -285,6 +285,38 @@ class MissingSize(FcollError):
     )
 
 
+class UnknownScheduler(FcollError):
+    template = (
+        "no scheduler {scheduler!r}{at}. Use one of {known}, a function of your own "
+        '(Steps in, names out), or register one with @fcoll.scheduler("name").'
+    )
+
+
+class MemoryCapTooSmall(FcollError):
+    template = (
+        "no order was found that holds at most {cap}{at}: the least is {least}, and the graph's "
+        "own order holds {original}. Pass a larger memory_cap, or None."
+    )
+
+
+class BadPlan(FcollError):
+    template = (
+        "the plan of scheduler {scheduler!r} is wrong: {why}{at}. Give every step once, behind all "
+        "that it needs, and stay under the memory cap."
+    )
+
+
+class NoGraph(FcollError):
+    template = (
+        "a plan of {what} has no graph to change{at}. Plan a Trace of this process, or a "
+        "GraphModule."
+    )
+
+
+class BadPlanFile(FcollError):
+    template = "cannot read the plan {path}: {why}{at}. Write one with plan.save({path!r})."
+
+
 _NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")
 
 

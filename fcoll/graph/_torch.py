@@ -27,7 +27,21 @@ def call_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 # -- what an op does ---
 
 
-@functools.cache
+def _by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """functools.cache of an op, without its hash: that is Python code and takes 1 us."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    @functools.wraps(fn)
+    def ask(op: Any) -> Any:
+        found = known.get(id(op))
+        if found is None or found[0] is not op:
+            found = known[id(op)] = (op, fn(op))
+        return found[1]
+
+    return ask
+
+
+@_by_identity
 def op_writes(op: Any) -> tuple[tuple[int, str], ...]:
     """(position, name) of the arguments that an op writes to."""
     if not isinstance(op, torch._ops.OpOverload):
@@ -36,13 +50,13 @@ def op_writes(op: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
-@functools.cache
+@_by_identity
 def op_returns_written(op: Any) -> bool:
     """Does it return nothing but the arguments that it writes to?"""
     return all(r.alias_info and r.alias_info.is_write for r in op._schema.returns)
 
 
-@functools.cache
+@_by_identity
 def op_is_view(op: Any) -> bool:
     """Is the result a view: its argument's memory, and nothing to compute?"""
     if not isinstance(op, torch._ops.OpOverload):
@@ -54,7 +68,7 @@ def op_is_view(op: Any) -> bool:
     return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
 
 
-@functools.cache
+@_by_identity
 def op_fuses(op: Any) -> bool:
     """Does Inductor make loops of it that it can join with others: pointwise, reductions, and what
     torch decomposes into them?"""
@@ -67,7 +81,7 @@ def op_fuses(op: Any) -> bool:
     return lists or op in torch._decomp.decomposition_table
 
 
-@functools.cache
+@_by_identity
 def op_only_allocates(op: Any) -> bool:
     return getattr(op, "overloadpacket", op) in (
         torch.ops.aten.empty,
@@ -78,17 +92,25 @@ def op_only_allocates(op: Any) -> bool:
     )
 
 
-@functools.cache
+@_by_identity
 def op_reduces(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.reduction in op.tags
 
 
-@functools.cache
+@_by_identity
 def op_is_random(op: Any) -> bool:
     return not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in op.tags
 
 
-@functools.cache
+@_by_identity
+def op_namespace(op: Any) -> str:
+    """ "aten" of aten.mm; "higher_order" of an op on functions; empty of anything else."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return "higher_order"
+    return op.namespace if isinstance(op, torch._ops.OpOverload) else ""
+
+
+@_by_identity
 def flop_formula(op: Any) -> Callable[..., Any] | None:
     """torch's formula for the flops of an op, called with its arguments and out_val=.
 

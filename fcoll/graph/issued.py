@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_iter
 
-from fcoll.errors import MissingSize
+from fcoll.errors import FcollError, MissingSize
 from fcoll.graph import _torch
 from fcoll.graph.nodes import arguments, collectives, waits_of
-from fcoll.graph.origin import Frames
+from fcoll.graph.origin import Frames, origin_of
 from fcoll.graph.sizes import Hints
+from fcoll.groups import Group, by_name
 from fcoll.source import show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -69,13 +69,13 @@ def _issued(
     tensors: list[Tensor] = []
     others: dict[str, Any] = {}
     for name, value in arguments(node).items():
-        nodes = [x for x in tree_iter(value) if isinstance(x, fx.Node)]
+        nodes = [x for x in _leaves(value) if isinstance(x, fx.Node)]
         if name != "out":
             tensors.extend(x.meta["val"] for x in nodes)
         if not nodes and name != "group_name":
             others[name] = value
-    results = [x for x in tree_iter(node.meta.get("val")) if isinstance(x, Tensor)]
-    origin, (group, instance) = node.meta["origin"], node.meta["group"]
+    results = [x for x in _leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    origin, (group, instance) = origin_of(node), _group_of(node)
     frames = origin.frames or here
     waits = waits_of(node)
     return Issued(
@@ -97,6 +97,25 @@ def _issued(
         stack=tuple(map(line, frames)),
         instance=instance,
     )
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Of an argument or a result: a value, or a list of them. pytree takes four times as long."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _group_of(node: fx.Node) -> tuple[Group, int]:
+    """The group of a call, and which of the groups with its ranks. Of a graph that no trace made,
+    the group that has the call's name now; nothing is known of its ranks where there is none."""
+    if "group" in node.meta:
+        return node.meta["group"]
+    given = arguments(node)
+    name = str(given.get("group_name", ""))
+    try:
+        return by_name(name), 0
+    except FcollError:
+        ranks = tuple(range(given.get("group_size") or 0))
+        return Group(name, ranks, 0, None, name, ()), 0
 
 
 def describe(call: Issued) -> str:

@@ -18,7 +18,18 @@ from fcoll.table.row import Collective
 def row_of_node(node: Any) -> Collective | None:
     """The row of a node that calls a collective or a wait, None of any other."""
     is_call = isinstance(node, Node) and node.op == "call_function"
-    return row_of(node.target) if is_call else None
+    return row_of(_op_name(node.target)) if is_call else None
+
+
+_names: dict[int, tuple[Any, str]] = {}  # by id: to hash an op takes as long as to name it
+
+
+def _op_name(target: Any) -> str:
+    """Kept, since torch puts names together anew: 10,000 nodes are asked for theirs many times."""
+    known = _names.get(id(target))
+    if known is None or known[0] is not target:
+        known = _names[id(target)] = (target, _torch.op_name(target))
+    return known[1]
 
 
 def is_start(node: Any) -> bool:

@@ -9,8 +9,9 @@ to memory nor read back nor allocated, and a tensor that several of its steps us
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import sympy
@@ -20,8 +21,10 @@ from torch.fx.node import map_arg
 
 from fcoll.errors import MissingSize
 from fcoll.graph import _torch
+from fcoll.graph.effects import effect_of
 from fcoll.graph.issued import SPLITS
 from fcoll.graph.nodes import arguments, collectives, row_of_node
+from fcoll.graph.origin import origin_of
 from fcoll.graph.sizes import Hints, values_of
 from fcoll.source import show
 from fcoll.table.row import Collective, Expr
@@ -55,6 +58,8 @@ class Step:
     module: str
     phase: str
     fused_with: str | None = None  # the first step of its fusion group
+    uses: tuple[str, ...] = ()  # the steps whose memory it reads, writes or, as a wait, needs
+    effect: str = ""  # what else keeps it in its place: see fcoll/graph/effects.py
 
 
 def steps_of(
@@ -62,10 +67,13 @@ def steps_of(
     issued: Sequence[Any],
     where: Where | None = None,
     sizes: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    priced: Collection[str] = (),
 ) -> tuple[Step, ...]:
     """The steps of a graph in its order. ``issued`` are its collectives, ``sizes``
-    the values of symbols that the trace has none for."""
-    walk = _Walk(issued, where or _origin, Hints(sizes))
+    the values of symbols that the trace has none for. Without ``fuse`` every step is a kernel.
+    Of nodes that are ``priced`` already, flops and bytes are not counted."""
+    walk = _Walk(issued, where or _origin, Hints(sizes), fuse, priced)
     for node in graph_module.graph.nodes:
         walk.visit(node)
     return tuple(walk.steps())
@@ -85,7 +93,8 @@ def sizes_of(graph_module: GraphModule) -> dict[str, int]:
     for node in graph_module.graph.nodes:
         for x in _tensors(node):
             for size in x.shape:
-                sizes |= values_of(size)
+                if type(size) is not int:
+                    sizes |= values_of(size)
     for node, row in collectives(graph_module.graph):
         sizes = _even_shares(node, row, sizes) | sizes
     return sizes
@@ -111,15 +120,18 @@ def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[
 
 def _origin(node: Node) -> tuple[str, str, str]:
     """What a trace wrote down of a node."""
-    origin = node.meta.get("origin")
-    if origin is None:
-        return "", "", "fwd"
-    return show(origin.frames[-1]) if origin.frames else "", origin.module, origin.phase
+    origin = origin_of(node)
+    return _show(origin.frames[-1]) if origin.frames else "", origin.module, origin.phase
+
+
+_show = cache(show)  # a step's nodes are from few lines, and paths take long to shorten
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value if isinstance(value, (list, tuple)) else ()
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 
@@ -167,7 +179,17 @@ class _Draft:
     kept: bool = False  # is the result used outside its kernel?
     filled: bool = True  # does the step, or another of its kernel, give the result its values?
     frees: list[str] = field(default_factory=list)
+    uses: list[str] = field(default_factory=list)
+    effect: str = ""
     collective: Any = None
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A collective that is under way. What it sends must stay until it is waited for."""
+
+    issued: Any
+    sent: dict[str, str | None]  # storage -> its writer when the collective was issued
 
 
 class _Walk:
@@ -176,16 +198,25 @@ class _Walk:
     A storage has the name of the node that made it; a value may lie in several (a list).
     """
 
-    def __init__(self, collectives: Sequence[Any], where: Where, hint: Hints) -> None:
-        self.where, self.hint = where, hint
+    def __init__(
+        self,
+        collectives: Sequence[Any],
+        where: Where,
+        hint: Hints,
+        fuse: bool = True,
+        priced: Collection[str] = (),
+    ) -> None:
+        self.where, self.hint, self.fuse, self.priced = where, hint, fuse, priced
         self.started = {c.start: c for c in collectives}
         self.streams = _stream_names(collectives)
         self.drafts: dict[str, _Draft] = {}
         self.storages: dict[Node, tuple[str, ...]] = {}
+        self.sizes: dict[Node, Any] = {}  # bytes of each value
         self.bytes: dict[str, Any] = {}  # of each storage
         self.writer: dict[str, str | None] = {}
         self.readers: dict[str, list[str]] = {}
         self.last_use: dict[str, str | None] = {}  # None: used to the end
+        self.in_flight: dict[str, _Flight] = {}  # by the storage of the result
 
     def visit(self, node: Node) -> None:
         row = row_of_node(node)
@@ -195,7 +226,7 @@ class _Walk:
             for storage in self.storages_of(node.all_input_nodes):
                 self.last_use[storage] = None
                 self.keep(storage)
-        elif row is None and _is_free(node):
+        elif row is None and _is_free(node) and not effect_of(node):
             self.storages[node] = tuple(self.storages_of(node.all_input_nodes))
         elif row is not None and row.is_wait:
             self.wait(node)
@@ -206,9 +237,14 @@ class _Walk:
 
     def new_storage(self, node: Node, writer: str | None) -> None:
         self.storages[node] = (node.name,)
-        self.bytes[node.name] = _nbytes(node)
+        self.bytes[node.name] = self.nbytes(node)
         self.writer[node.name] = writer
         self.readers[node.name] = []
+
+    def nbytes(self, node: Node) -> Any:
+        if node not in self.sizes:
+            self.sizes[node] = _nbytes(node)
+        return self.sizes[node]
 
     def storages_of(self, nodes: Iterable[Node]) -> Iterator[str]:
         found = (s for node in nodes for s in self.storages.get(node, ()))
@@ -224,18 +260,29 @@ class _Walk:
         """A wait completes its argument: it counts as a write to it, so that readers follow it."""
         storages = list(self.storages_of(node.all_input_nodes))
         self.storages[node] = tuple(storages)
-        issued = next((self.started[s] for s in storages if s in self.started), None)
+        flights = [self.in_flight[s] for s in storages if s in self.in_flight]
+        issued = flights[0].issued if flights else None
         draft = _Draft(node, "wait", self.place(node, issued), collective=issued)
+        sent = {s: writer for f in flights for s, writer in f.sent.items() if s not in storages}
         draft.inputs = self.needs(storages, storages)
-        self.add(draft, storages, storages)
+        # Who wrote to what was sent while it was under way comes before the wait, as it did.
+        late = [w for s, writer in sent.items() if (w := self.writer[s]) and w != writer]
+        draft.inputs = list(dict.fromkeys([*draft.inputs, *late]))
+        self.add(draft, [*storages, *sent], storages)
 
     def start(self, node: Node) -> None:
         issued = self.started[node.name]
-        self.run(_Draft(node, "start", self.place(node, issued), collective=issued, kept=True))
+        sent = {s: self.writer[s] for s in self.storages_of(node.all_input_nodes)}
+        draft = _Draft(node, "start", self.place(node, issued), collective=issued, kept=True)
+        draft.effect = effect_of(node)
+        self.run(draft)
+        self.in_flight.update((s, _Flight(issued, sent)) for s in self.storages[node])
 
     def compute(self, node: Node) -> None:
-        draft = _Draft(node, "compute", self.place(node, None), flops=_flops(node))
+        flops = 0 if node.name in self.priced else _flops(node)
+        draft = _Draft(node, "compute", self.place(node, None), flops=flops)
         draft.filled = not _torch.op_only_allocates(node.target)
+        draft.effect = effect_of(node)
         self.run(draft)
 
     def place(self, node: Node, issued: Any) -> tuple[str, str, str]:
@@ -248,9 +295,10 @@ class _Walk:
         written = list(self.storages_of(written_nodes))
         draft.inputs = self.needs(used, written)
         if draft.kind == "compute":
-            if _torch.op_fuses(node.target):
+            if self.fuse and _torch.op_fuses(node.target):
                 draft.kernel = self.kernel_for(draft, used)
-            self.count_bytes(draft, written_nodes)
+            if node.name not in self.priced:
+                self.count_bytes(draft, written_nodes)
         for storage in used:
             self.leave_kernel(storage, draft)
         if written and _torch.op_returns_written(node.target):
@@ -269,6 +317,7 @@ class _Walk:
     def add(self, draft: _Draft, used: list[str], written: list[str]) -> None:
         name = draft.node.name
         self.drafts[name] = draft
+        draft.uses = [storage for storage in used if storage in self.drafts]
         for storage in used:
             self.readers[storage].append(name)
             self.last_use[storage] = name
@@ -358,13 +407,13 @@ class _Walk:
             for storage in mine:
                 self.drafts[storage].filled = True
             if not mine:
-                draft.write += _nbytes(x)
+                draft.write += self.nbytes(x)
         moves = not (_torch.flop_formula(node.target) or _torch.op_reduces(node.target))
-        made = _nbytes(node)
+        made = self.nbytes(node)
         most = made if self.hint(made) else draft.write
         read = kernel.read if kernel else {}
         for argument in node.all_input_nodes:
-            nbytes = self.smaller(most, _nbytes(argument)) if moves else _nbytes(argument)
+            nbytes = self.smaller(most, self.nbytes(argument)) if moves else self.nbytes(argument)
             for storage in self.storages.get(argument, ()):
                 if kernel and self.kernel_of(storage) is kernel:
                     continue  # it is still in registers
@@ -401,6 +450,8 @@ class _Walk:
                 module=module,
                 phase=phase,
                 fused_with=kernel.first if kernel else None,
+                uses=tuple(draft.uses),
+                effect=draft.effect,
             )
 
 

@@ -108,7 +108,7 @@ def timeline(
     steps, collectives, held = _parts(trace, sizes)
     sizes = {**getattr(trace, "sizes", {}), **(sizes or {})}
     machine = Machine.of(machine)
-    run = _Run(_pricing(collectives, machine, costs, sizes), lazy=waits == "first use")
+    run = _Run(pricing(collectives, machine, costs, sizes), lazy=waits == "first use")
     for step in steps:
         run.step(step)
     memory = run.memory(held)
@@ -143,7 +143,7 @@ def _parts(
     return trace.steps, trace.collectives, getattr(trace, "input_bytes", 0)
 
 
-def _pricing(
+def pricing(
     collectives: Sequence[Any],
     machine: Machine,
     costs: Costs | None,

@@ -175,7 +175,8 @@ def test_starts_and_waits():
     assert (start.stream, start.inputs, start.collective) == ("tp", (mm.name,), 0)
     assert (wait.inputs, wait.collective, wait.out_bytes) == ((start.name,), 0, 0)
     assert set(last.inputs) == {wait.name, other.name}
-    assert start.last_use_of == (mm.name,) and start.out_bytes == SIZE
+    assert start.last_use_of == () and start.out_bytes == SIZE
+    assert wait.last_use_of == (mm.name,), "what is sent must stay until it has arrived"
     assert (start.name, wait.name) == (trace.collectives[0].start, trace.collectives[0].wait)
 
 

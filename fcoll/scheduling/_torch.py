@@ -1,0 +1,85 @@
+"""torch's own scheduler of FX graphs, for comparison. Tested with torch 2.13.0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def overlap_scheduler_order(
+    graph_module: fx.GraphModule,
+    us: Callable[[str], float],
+    max_memory_increase_gb: float | None = 1.0,
+    max_memory_increase_ratio: float | None = 0.05,
+) -> list[str]:
+    """The names of the nodes as ``schedule_overlap_bucketing`` orders them, without its buckets.
+
+    The graph is copied: torch's scheduler moves its nodes. It asks for ms. Prices are given, so
+    that there is nothing to align between ranks: that step, which communicates, is left out.
+    """
+    from torch._inductor import config as inductor_config
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    class Scheduler(overlap_scheduling.OverlapScheduler):
+        def _align_compute_nodes_runtime_estimations_across_all_distributed_ranks(self) -> None:
+            pass
+
+    copied = fx.Graph()
+    names: dict[fx.Node, str] = {}
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        made[node] = copied.node_copy(node, made.__getitem__)
+        names[made[node]] = node.name
+    module = fx.GraphModule(torch.nn.Module(), copied)
+    with _without_roofline(overlap_scheduling):
+        scheduler = Scheduler(
+            module,
+            max_in_flight_gb=5,
+            max_compute_pre_fetch=200,
+            collective_bucketing=False,
+            insert_overlap_deps=False,
+            compute_overlap_multipler=1.0,
+            max_coll_distance=200,
+            custom_runtime_estimation=_estimation(names, us),
+            compute_estimator="analytical",
+            max_memory_increase_gb=max_memory_increase_gb,
+            max_memory_increase_ratio=max_memory_increase_ratio,
+        )
+    fix = {"aten_distributed_optimizations.overlap_scheduling_autofix_cycles": True}
+    with _deep_recursion(), inductor_config.patch(fix):  # else it raises for order edges of its own
+        scheduler.run()
+    return [names[node] for node in module.graph.nodes]
+
+
+@contextmanager
+def _without_roofline(module: Any) -> Iterator[None]:
+    """It asks for a price of its own besides ours, which takes a GPU."""
+    before = module.estimate_roofline_runtime_ms
+    module.estimate_roofline_runtime_ms = lambda node: 0.0
+    try:
+        yield
+    finally:
+        module.estimate_roofline_runtime_ms = before
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Its handling of waits calls itself for each collective in flight, and sometimes forever:
+    a reduce-scatter behind which an all-reduce of another group follows, as HSDP has them."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 5_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def _estimation(
+    names: dict[fx.Node, str], us: Callable[[str], float]
+) -> Callable[[fx.Node, int | None], Any]:
+    return lambda node, size: us(names[node]) / 1000

@@ -1,0 +1,236 @@
+"""Collectives that are sent as one: which, and how a graph is changed for it.
+
+A bucket pays where messages are small: n of them take n latencies, and a link is saturated only by
+messages of several times its latency times its bandwidth. It costs copies, and it ties the members
+together: none arrives before all have been sent. So buckets are proposed, made, planned like any
+graph, copies priced, and kept if the plan is faster (planner.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fcoll.costs.machine import Machine
+from fcoll.costs.model import collective_us
+from fcoll.graph.issued import Issued
+from fcoll.graph.nodes import arguments, is_wait, row_of_node
+from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
+from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
+
+aten = torch.ops.aten
+
+MERGED = (ALL_REDUCE, ALL_GATHER_INTO_TENSOR, REDUCE_SCATTER_TENSOR)
+SATURATED = (4.0, 32.0)  # messages of so many latencies: 80 and 97 % of the link's bandwidth
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Collectives of one kind, group and dtype that become one message.
+
+    ``name`` is the node that starts it, ``members`` are the starts that it replaces, in the order
+    of their parts, ``waits`` their waits, whose names its parts have. ``bytes`` go in.
+    """
+
+    name: str
+    op: str
+    group: str
+    dtype: str
+    members: tuple[str, ...]
+    waits: tuple[str, ...]
+    bytes: int
+
+
+# -- which ---
+
+
+def saturating_bytes(call: Issued, machine: Machine) -> float:
+    """Latency times bandwidth of a collective's group: at this size half of its time is latency."""
+    latency, large = collective_us(call.op, call.n, 1, machine, call.ranks), 1 << 28
+    slope = (collective_us(call.op, call.n, large, machine, call.ranks) - latency) / large
+    return float(latency / slope) if slope > 0 else math.inf
+
+
+def proposals(
+    order: Sequence[Node], collectives: Sequence[Issued], machine: Machine
+) -> Iterator[list[Bucket]]:
+    """Sets of buckets for an order of nodes, each for another size."""
+    calls = {c.start: c for c in collectives}
+    seen: list[list[Bucket]] = []
+    for times in SATURATED:
+        found = list(_buckets(order, calls, machine, times))
+        if found and found not in seen:
+            seen.append(found)
+            yield found
+
+
+def _buckets(
+    order: Sequence[Node], calls: dict[str, Issued], machine: Machine, times: float
+) -> Iterator[Bucket]:
+    """Runs of collectives that are alike, up to the size; the first must not be waited for before
+    the last is issued."""
+    waits = {node.args[0]: node for node in order if is_wait(node)}
+    place = {node: i for i, node in enumerate(order)}
+    sizes: dict[Any, float] = {}
+    open_: dict[Any, list[Node]] = {}
+    for node in order:
+        key = _key(node, waits)
+        if key is None or node.name not in calls:
+            continue
+        if key not in sizes:
+            sizes[key] = times * saturating_bytes(calls[node.name], machine)
+        run = open_.setdefault(key, [])
+        total = sum(map(_sent, run)) + _sent(node)
+        used = min((place[waits[member]] for member in run), default=math.inf)
+        if run and (total > sizes[key] or used < place[node]):
+            yield from _closed(run, waits)
+            open_[key] = run = []
+        run.append(node)
+    for run in open_.values():
+        yield from _closed(run, waits)
+
+
+def _closed(run: list[Node], waits: dict[Any, Node]) -> Iterator[Bucket]:
+    if len(run) > 1:
+        given, row = arguments(run[0]), row_of_node(run[0])
+        yield Bucket(
+            name=f"bucket_{run[-1].name}",
+            op=row.name if row else "",
+            group=str(given["group_name"]),
+            dtype=str(run[0].meta["val"].dtype).removeprefix("torch."),
+            members=tuple(node.name for node in run),
+            waits=tuple(waits[node].name for node in run),
+            bytes=sum(map(_sent, run)),
+        )
+
+
+def _sent(node: Node) -> int:
+    val = node.all_input_nodes[0].meta["val"]
+    return val.numel() * val.element_size()
+
+
+def _key(node: Node, waits: dict[Any, Node]) -> Any:
+    """What must be equal in collectives that are sent together; None if it is sent alone."""
+    row = row_of_node(node)
+    if row not in MERGED or list(node.users) != [waits.get(node)]:
+        return None
+    given = arguments(node)
+    val = node.all_input_nodes[0].meta.get("val")
+    plain = isinstance(val, Tensor) and all(isinstance(s, int) for s in val.shape)
+    if not plain or not hasattr(val, "fake_mode") or val.numel() == 0 or not val.is_contiguous():
+        return None
+    others = {k: v for k, v in given.items() if not isinstance(v, Node)}
+    if others.get("dim") or others.get("sizes") or others.get("factor") is not None:
+        return None
+    return (node.target, repr(sorted(others.items(), key=str)), val.dtype, val.device)
+
+
+# -- how ---
+
+
+def merged(
+    graph_module: GraphModule, order: Sequence[Node], buckets: Sequence[Bucket]
+) -> GraphModule:
+    """A new graph in this order, with each bucket where its last member starts."""
+    return _Merge(graph_module, buckets).run(order)
+
+
+def made_again(
+    graph_module: GraphModule, order: Sequence[str], buckets: Sequence[Bucket]
+) -> GraphModule:
+    """The graph with its buckets, from the graph without them and the names of all its nodes."""
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    members = {bucket.name: bucket.members for bucket in buckets}
+    names = (x for name in order for x in members.get(name, (name,)))
+    return merged(graph_module, [by_name[name] for name in names if name in by_name], buckets)
+
+
+class _Merge:
+    def __init__(self, graph_module: GraphModule, buckets: Sequence[Bucket]) -> None:
+        self.given = graph_module
+        self.graph = Graph()
+        self.made: dict[Node, Node] = {}
+        self.by_name = {node.name: node for node in graph_module.graph.nodes}
+        self.last = {b.members[-1]: b for b in buckets}
+        self.member = {name for b in buckets for name in b.members}
+        self.bucket_of = {wait: b for b in buckets for wait in b.waits}
+        self.results: dict[str, Node] = {}  # bucket -> its wait
+        first = self.by_name[buckets[0].members[0]].all_input_nodes[0]
+        self.mode = first.meta["val"].fake_mode
+
+    def run(self, order: Sequence[Node]) -> GraphModule:
+        for node in order:
+            if node.name in self.member:
+                if node.name in self.last:
+                    self.send(self.last[node.name])
+            elif node.name in self.bucket_of:
+                self.take_out(node, self.bucket_of[node.name])
+            else:
+                self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+        self.graph._codegen = self.given.graph._codegen
+        self.graph.lint()
+        return GraphModule(self.given, self.graph)
+
+    def send(self, bucket: Bucket) -> None:
+        """One input, one collective, one wait."""
+        starts = [self.by_name[name] for name in bucket.members]
+        inputs = [self.made[node.all_input_nodes[0]] for node in starts]
+        n = self.ranks(starts[0]) if bucket.op == REDUCE_SCATTER_TENSOR.name else 1
+        # Of a reduce-scatter each rank's part of every member must lie together.
+        name = bucket.name
+        flat = [
+            self.call(f"{name}_flat_{i}", aten.view.default, x, [n, -1])
+            for i, x in enumerate(inputs)
+        ]
+        whole = self.call(f"{name}_cat", aten.cat.default, flat, 1)
+        whole = self.call(f"{name}_sent", aten.view.default, whole, [-1])
+        row = starts[-1]
+        args = tuple(whole if isinstance(a, Node) else a for a in row.args)
+        started = self.graph.create_node("call_function", row.target, args, {}, name)
+        started.meta = dict(row.meta)
+        grown = sum(node.meta["val"].numel() for node in starts)
+        started.meta["val"] = self.value(whole.meta["val"].new_empty, [grown])
+        wait_op = self.by_name[bucket.waits[-1]]
+        waited = self.graph.create_node(
+            "call_function", wait_op.target, (started,), {}, f"{name}_wait"
+        )
+        waited.meta = {**wait_op.meta, "val": started.meta["val"]}
+        self.results[name] = waited
+
+    def take_out(self, wait: Node, bucket: Bucket) -> None:
+        """A member's part of the result, by the name of its wait."""
+        starts = [self.by_name[name] for name in bucket.members]
+        position, whole = bucket.waits.index(wait.name), self.results[bucket.name]
+        n = self.ranks(starts[0]) if bucket.op == ALL_GATHER_INTO_TENSOR.name else 1
+        counts = [node.meta["val"].numel() // n for node in starts]
+        end = list(itertools.accumulate(counts))[position]
+        name, begin = wait.name, end - counts[position]
+        table = self.call(f"{name}_table", aten.view.default, whole, [n, sum(counts)])
+        part = self.call(f"{name}_part", aten.slice.Tensor, table, 1, begin, end)
+        if n > 1:
+            kind = torch.contiguous_format
+            part = self.call(f"{name}_copy", aten.clone.default, part, memory_format=kind)
+        shape = list(wait.meta["val"].shape)
+        self.made[wait] = self.call(name, aten.view.default, part, shape)
+        self.made[wait].meta = {**wait.meta, "val": self.made[wait].meta["val"]}
+
+    def ranks(self, start: Node) -> int:
+        return int(arguments(start)["group_size"])
+
+    def call(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """Named, so that buckets made again, of a plan from a file, are the same nodes."""
+        node = self.graph.create_node("call_function", op, args, kwargs, name)
+        values = torch.fx.map_arg(args, lambda x: x.meta["val"])
+        node.meta["val"] = self.value(op, *values, **kwargs)
+        return node
+
+    def value(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.mode:
+            return fn(*args, **kwargs)

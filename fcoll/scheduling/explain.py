@@ -1,0 +1,89 @@
+"""Why a step is where it is, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fcoll.errors import BadOption
+from fcoll.graph.steps import Step
+from fcoll.units import show_bytes
+
+if TYPE_CHECKING:
+    from fcoll.scheduling.plan import Plan
+
+
+def explain(plan: Plan, name: str) -> str:
+    """Where the step stands, when it runs, what it waited for and what comes of moving it."""
+    by_name = {step.name: step for step in plan.steps}
+    if name not in by_name:
+        some = tuple(by_name)[:5]
+        raise BadOption(op="explain", arg="step", value=name, known=f"the steps, such as {some}")
+    step = by_name[name]
+    place = {s.name: i for i, s in enumerate(plan.steps)}
+    was = {s.name: i for i, s in enumerate(plan.original_steps)}
+    moved = place[name] - was.get(name, place[name])
+    how = f"{abs(moved)} steps {'later' if moved > 0 else 'earlier'}" if moved else "not moved"
+    lines = [f"{name}: {_what(step)}", f"step {place[name]} of {len(plan.steps)}, {how}"]
+    lines += [_when(plan, step), _bound_by(plan, step, place), _needed_by(plan, step, place)]
+    return "\n".join(line for line in lines if line)
+
+
+def _what(step: Step) -> str:
+    if step.kind == "compute":
+        return f"{step.op}{_from(step)}"
+    verb = "starts" if step.kind == "start" else "waits for"
+    on = f" on {step.stream}" if step.kind == "start" else ""
+    return f"{verb} {step.op}{on}{_from(step)}"
+
+
+def _from(step: Step) -> str:
+    return f" at {step.source}" if step.source else ""
+
+
+def _when(plan: Plan, step: Step) -> str:
+    """Its time on its stream; of a collective also how much of it is exposed."""
+    line = plan.timeline
+    span = next((s for s in line.spans if s.step == step.name), None)
+    if step.kind == "wait" and step.collective in line.waited_us:
+        return f"passed at {line.waited_us[step.collective]:,.1f} us"
+    if span is None:
+        return "takes no time"
+    text = f"runs from {span.start_us:,.1f} to {span.end_us:,.1f} us"
+    if step.collective is None:
+        return text
+    issued, exposed = line.issued_us[step.collective], line.exposed_us[step.collective]
+    queued = span.start_us - issued
+    behind = f", queued {queued:,.1f} us behind others on {step.stream}" if queued > 0 else ""
+    return f"{text}, issued at {issued:,.1f}{behind}, exposed {exposed:,.1f} us"
+
+
+def _bound_by(plan: Plan, step: Step, place: dict[str, int]) -> str:
+    """The last thing that it needs, and what lies between."""
+    needs = [name for name in step.inputs if name in place]
+    if not needs:
+        return "it needs only the graph's inputs" + _held_back(plan, step, -1, place)
+    last = max(needs, key=place.__getitem__)
+    return f"it needs {last}, step {place[last]}" + _held_back(plan, step, place[last], place)
+
+
+def _held_back(plan: Plan, step: Step, earliest: int, place: dict[str, int]) -> str:
+    """Why it does not stand right behind what it needs."""
+    between = plan.steps[earliest + 1 : place[step.name]]
+    if not between:
+        return ", right before it"
+    if step.kind == "wait":
+        return "; a wait stands where its result, or the memory of what was sent, is needed"
+    others = [s for s in between if s.stream == step.stream and s.kind == step.kind]
+    us = sum(plan.us.get(s.name, 0.0) for s in others)
+    reason = f"; {len(others)} more urgent steps of its stream ({us:,.1f} us) go before it"
+    if step.out_bytes and plan.cap_bytes is not None:
+        reason += f", and it holds {show_bytes(step.out_bytes)} from where it stands"
+    return reason
+
+
+def _needed_by(plan: Plan, step: Step, place: dict[str, int]) -> str:
+    users: list[Any] = [s for s in plan.steps if step.name in s.inputs]
+    if not users:
+        return "nothing needs it but the graph's output"
+    first = min(users, key=lambda s: place[s.name])
+    return f"first needed by {first.name}, step {place[first.name]}"

@@ -1,0 +1,289 @@
+"""List scheduling on a true timeline: at each moment run the most urgent unit that is ready.
+
+Collectives are issued when their stream is about to idle; compute takes the ready unit with the
+highest priority; a wait is passed as soon as its collective has arrived. With a cap, a unit may run
+ahead of a reference order only if the rest of that order, from where it stands, still fits under
+the cap with all that ran ahead held in memory. So the reference order can always be gone on with,
+and no schedule gets stuck or goes over the cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from fcoll.scheduling.bounds import memory_profile
+from fcoll.scheduling.problem import START, WAIT, Problem
+
+TRIES = 6  # units that are tried for a slot before the reference order decides
+_NEVER = float("inf")
+
+
+class RangeMax:
+    """The largest value between two positions, in constant time.
+
+    >>> RangeMax([3, 1, 4, 1, 5]).most(1, 4)
+    4
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.rows: list[list[int]] = [list(values)]
+        width = 1
+        while 2 * width <= len(values):
+            last = self.rows[-1]
+            self.rows.append(list(map(max, last[:-width], last[width:])))
+            width *= 2
+
+    def most(self, begin: int, end: int) -> int:
+        """Of values[begin:end], which must not be empty."""
+        row = (end - begin).bit_length() - 1
+        values = self.rows[row]
+        return max(values[begin], values[end - (1 << row)])
+
+
+class Reference:
+    """An order that fits under the cap, and what of it the memory check asks for."""
+
+    __slots__ = ("first", "first_at", "order", "peaks", "position")
+
+    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
+        self.order = order
+        self.position = [0] * problem.n
+        self.first = [-1] * len(problem.size)  # where each buffer is first touched
+        self.first_at: list[list[int]] = [[] for _ in order]
+        for i, u in enumerate(order):
+            self.position[u] = i
+            for b in problem.touches[u]:
+                if self.first[b] < 0 and not problem.live_first[b]:
+                    self.first[b] = i
+                    self.first_at[i].append(b)
+        self.peaks = RangeMax(memory_profile(problem, order))
+
+
+class ListScheduler:
+    """One pass over the units. ``priority`` says how urgent each is; ``cap`` is in bytes."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        priority: Sequence[float],
+        reference: Reference,
+        cap: float = _NEVER,
+        patience: float = 0.0,
+    ) -> None:
+        self.problem, self.reference, self.cap = problem, reference, cap
+        self.patience = patience
+        position = reference.position
+        self.key = [(-p, position[u], u) for u, p in enumerate(priority)]
+        self.now = 0.0
+        self.order: list[int] = []
+        self.ends = [0.0] * problem.n
+        self.free = [0.0] * len(problem.streams)
+        self.done = [False] * problem.n
+        self.missing = [len(b) for b in problem.before]
+        self.ready: list[tuple[float, int, int]] = []  # compute
+        self.to_issue: list[list[tuple[float, int, int]]] = [[] for _ in problem.streams]
+        self.flying: list[tuple[float, int]] = []  # (arrival, unit that waits for it)
+        self.live = list(problem.live_first)
+        self.left = problem.touch_counts()
+        self.held = problem.held_bytes + sum(
+            size for size, live in zip(problem.size, self.live, strict=True) if live
+        )
+        self.frontier = 0  # in the reference order all before it is done
+        self.ahead = [False] * len(problem.size)  # buffers of units that ran ahead of it
+        self.ahead_bytes = 0
+
+    def run(self) -> list[int]:
+        for u, missing in enumerate(self.missing):
+            if not missing:
+                self.release(u)
+        n = self.problem.n
+        while len(self.order) < n:
+            self.pass_arrived()
+            self.issue()
+            chosen = self.pick()
+            if chosen is None:
+                chosen = self.at_frontier()
+            if chosen is not None:
+                self.execute(chosen)
+            elif self.flying:
+                self.now = max(self.now, self.flying[0][0])
+        return self.order
+
+    # -- what is ready ---
+
+    def release(self, u: int) -> None:
+        """Everything before the unit is done."""
+        problem = self.problem
+        kind, flights = problem.kind[u], problem.flights[u]
+        if kind == START:
+            heappush(self.to_issue[problem.stream[u]], self.key[u])
+        elif flights:
+            heappush(self.flying, (max([self.ends[v] for v in flights]), u))
+        elif kind == WAIT:
+            heappush(self.flying, (self.now, u))
+        else:
+            heappush(self.ready, self.key[u])
+
+    def pass_arrived(self) -> None:
+        """Pass the waits for what has arrived: they cost nothing and free what was sent."""
+        flying, problem = self.flying, self.problem
+        while flying and flying[0][0] <= self.now:
+            u = heappop(flying)[1]
+            if self.done[u]:
+                continue
+            if problem.kind[u] == WAIT and not problem.us[u]:
+                self.execute(u)
+            else:
+                heappush(self.ready, self.key[u])
+
+    def issue(self) -> None:
+        """Give each stream that idles before the next compute ends its most urgent collective."""
+        ready = self.ready
+        while ready and self.done[ready[0][2]]:
+            heappop(ready)
+        if ready:
+            until = self.now + self.problem.us[ready[0][2]]
+        else:
+            until = self.flying[0][0] if self.flying else self.now
+        for s, waiting in enumerate(self.to_issue):
+            while waiting and (self.free[s] < until or self.free[s] <= self.now):
+                u = self.first_that_fits(waiting)
+                if u is None:
+                    break
+                self.execute(u)
+
+    def pick(self) -> int | None:
+        """The most urgent compute that is ready and fits."""
+        u = self.first_that_fits(self.ready)
+        if u is None or not self.patience or not self.flying:
+            return u
+        arrival, other = self.flying[0]
+        if self.key[other] < self.key[u]:
+            spare = arrival - self.now
+            if spare < self.patience * self.problem.us[u]:
+                heappush(self.ready, self.key[u])  # something more urgent is about to be ready
+                self.now = arrival
+                return None
+        return u
+
+    def first_that_fits(self, heap: list[tuple[float, int, int]]) -> int | None:
+        """Take the most urgent unit of a heap that the memory allows, of the first few."""
+        refused: list[tuple[float, int, int]] = []
+        found = None
+        while heap and len(refused) < TRIES:
+            key = heappop(heap)
+            if self.done[key[2]]:
+                continue
+            if self.fits(key[2]):
+                found = key[2]
+                break
+            refused.append(key)
+        for key in refused:
+            heappush(heap, key)
+        return found
+
+    def at_frontier(self) -> int | None:
+        """The next unit of the reference order, if nothing has to arrive for it first."""
+        self.pass_arrived()
+        if self.frontier >= self.problem.n:
+            return None
+        u = self.reference.order[self.frontier]
+        if self.problem.kind[u] == START:
+            return u
+        arrival = max([self.ends[v] for v in self.problem.flights[u]], default=0.0)
+        return u if arrival <= self.now else None
+
+    # -- memory ---
+
+    def fits(self, u: int) -> bool:
+        cap = self.cap
+        if cap == _NEVER:
+            return True
+        reference, live, size = self.reference, self.live, self.problem.size
+        frontier = self.frontier
+        if reference.position[u] == frontier:
+            return True
+        need, last = 0, -1
+        for b in self.problem.touches[u]:
+            if not live[b]:
+                need += size[b]
+                if reference.first[b] > last:
+                    last = reference.first[b]
+        if not need:
+            return True
+        if self.held + need > cap:
+            return False
+        if last <= frontier:
+            return True
+        return reference.peaks.most(frontier, last) + self.ahead_bytes + need <= cap
+
+    def execute(self, u: int) -> None:
+        problem = self.problem
+        self.order.append(u)
+        self.done[u] = True
+        self.spend(u)
+        self.touch(u)
+        if self.reference.order[self.frontier] == u:
+            self.advance()
+        missing = self.missing
+        for v in problem.after[u]:
+            missing[v] -= 1
+            if not missing[v]:
+                self.release(v)
+
+    def spend(self, u: int) -> None:
+        """The unit's time on its stream."""
+        problem, ends = self.problem, self.ends
+        begin = self.now
+        for v in problem.flights[u]:
+            if ends[v] > begin:
+                begin = ends[v]
+        if problem.kind[u] == START:
+            s = problem.stream[u]
+            begin = max(begin, self.free[s])
+            ends[u] = self.free[s] = begin + problem.us[u]
+        else:
+            ends[u] = self.now = begin + problem.us[u]
+
+    def touch(self, u: int) -> None:
+        """Allocate what the unit is the first to touch, free what it is the last to."""
+        problem, live, left, ahead = self.problem, self.live, self.left, self.ahead
+        size, first, at = problem.size, self.reference.first, self.reference.position[u]
+        for b in problem.touches[u]:
+            if not live[b]:
+                live[b] = True
+                self.held += size[b]
+                if at != self.frontier and first[b] >= self.frontier:
+                    ahead[b] = True
+                    self.ahead_bytes += size[b]
+            left[b] -= 1
+            if not left[b] and not problem.pinned[b]:
+                self.held -= size[b]
+                if ahead[b]:
+                    ahead[b] = False
+                    self.ahead_bytes -= size[b]
+
+    def advance(self) -> None:
+        """Move the frontier to the first unit of the reference order that is not done."""
+        order, done, ahead = self.reference.order, self.done, self.ahead
+        n = len(order)
+        while self.frontier < n and done[order[self.frontier]]:
+            for b in self.reference.first_at[self.frontier]:
+                if ahead[b]:
+                    ahead[b] = False
+                    self.ahead_bytes -= self.problem.size[b]
+            self.frontier += 1
+
+
+def list_schedule(
+    problem: Problem,
+    priority: Sequence[float],
+    reference: Reference,
+    cap: float = _NEVER,
+    patience: float = 0.0,
+) -> list[int]:
+    """An order that a list scheduler finds. The reference must fit under the cap."""
+    return ListScheduler(problem, priority, reference, cap, patience).run()

@@ -1,0 +1,196 @@
+"""Every scheduler on random programs: right, under the cap, no worse than what came in."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from random_steps import Writer, programs
+
+import fcoll
+from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall, NoGraph, UnknownScheduler
+from fcoll.scheduling.registry import SCHEDULERS
+
+CHECKS = settings(  # no shrinking: it takes minutes, and these programs are small
+    phases=[Phase.generate],
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
+NAMES = ("original", "safe", "sink_waits", "raise_comms", "reorder_compute", "overlap", "search")
+KEEP_CAPS = ("original", "safe", "overlap", "search")
+
+
+def plan(program, scheduler="overlap", cap="+0%"):
+    steps, us = program
+    return fcoll.schedule((steps, ()), costs=us, memory_cap=cap, scheduler=scheduler)
+
+
+def brute_force(program, cap: float) -> float:
+    """The least time of all orders under a cap, by trying them: no code of the schedulers."""
+    steps, us = program
+    least = float("inf")
+    for order in itertools.permutations(steps):
+        place = {s.name: i for i, s in enumerate(order)}
+        valid = all(place[x] < place[s.name] for s in steps for x in s.inputs)
+        if valid and held(order) <= cap:
+            least = min(least, taken(order, us))
+    return least
+
+
+def taken(order, us) -> float:
+    now, free, ends = 0.0, {}, {}
+    for s in order:
+        if s.kind == "start":
+            begin = max([now, free.get(s.stream, 0.0)])
+            free[s.stream] = ends[s.name] = begin + us[s.name]
+        else:
+            now = max([now, *(ends[x] for x in s.inputs if x in ends)]) + us[s.name]
+    return max([now, *free.values()])
+
+
+def held(order) -> int:
+    freed = {x for s in order for x in s.last_use_of}
+    most = 0
+    for i in range(len(order)):
+        live = 0
+        for s in order[: i + 1]:
+            used_later = any(s.name in (t.name, *t.uses) for t in order[i:])
+            live += s.out_bytes if s.name not in freed or used_later else 0
+        most = max(most, live)
+    return most
+
+
+@CHECKS
+@given(program=programs())
+def test_every_plan_is_right(program):
+    for name in NAMES:
+        made = plan(program, name)
+        made.verify()
+        assert made.makespan_us >= made.lower_bound_us - 1e-6
+        assert sorted(s.name for s in made.steps) == sorted(s.name for s in program[0])
+        assert made.makespan_us == pytest.approx(taken(made.steps, program[1]))
+        assert made.makespan_us == pytest.approx(made.timeline.step_us)
+        assert made.peak_bytes == held(made.steps)
+        assert plan(program, name).digest == made.digest
+        if name in KEEP_CAPS:
+            assert made.peak_bytes <= made.original_peak_bytes == held(program[0])
+            assert made.makespan_us <= made.original_us + 1e-6
+
+
+@CHECKS
+@given(program=programs())
+@pytest.mark.parametrize("scheduler", ["overlap", "search"])
+def test_a_larger_cap_is_never_slower(program, scheduler):
+    peak = held(program[0])
+    caps = [peak, int(peak * 1.013) + 1, int(peak * 1.06) + 1, int(peak * 1.4) + 1, None]
+    times = [plan(program, scheduler, cap or None).makespan_us for cap in caps]
+    assert times == sorted(times, reverse=True)
+
+
+@CHECKS
+@given(program=programs())
+def test_safe_keeps_the_order_of_collectives(program):
+    def starts(steps):
+        return [s.name for s in steps if s.kind == "start"]
+
+    assert starts(plan(program, "safe").steps) == starts(program[0])
+
+
+@CHECKS
+@given(program=programs(most=3, effects=False))
+def test_search_is_exact_on_small_programs(program):
+    peak = held(program[0])
+    for cap in (peak, None):
+        made = plan(program, "search", cap or None)
+        assert made.makespan_us == pytest.approx(brute_force(program, cap or float("inf")))
+
+
+# -- by hand ---
+
+
+def two_layers():
+    """Two gathers whose compute could hide them: in place both are exposed."""
+    writer = Writer()
+    for _ in range(2):
+        writer.collective([], 10.0, 1000, "dp")
+        writer.compute([writer.values[-1]], 10.0, 100)
+    return writer.finish({3})
+
+
+def test_gathers_are_prefetched():
+    assert plan(two_layers(), "original").makespan_us == 40
+    made = plan(two_layers(), cap=None)
+    assert made.makespan_us == made.lower_bound_us == 30
+    assert made.exposed_us == 10 and made.speedup == pytest.approx(4 / 3)
+
+
+def test_the_cap_forbids_prefetching():
+    assert plan(two_layers(), cap="+0%").makespan_us == 40
+
+
+def test_a_cap_below_the_original_is_met_where_it_can_be():
+    """All gathers first: just in time takes half of the memory."""
+    writer = Writer()
+    for _ in range(4):
+        writer.collective([], 10.0, 1000, "dp")
+    for i in range(4):
+        writer.compute([writer.values[i]], 10.0, 0)
+    program = writer.finish(set())
+    assert plan(program, "original").peak_bytes == 4000
+    assert plan(program, cap=2000).peak_bytes <= 2000
+    with pytest.raises(MemoryCapTooSmall, match=r"the least is 1000 B, .* holds 3.91 KiB"):
+        plan(program, cap=500)
+
+
+# -- one's own ---
+
+
+def test_a_function_is_a_scheduler():
+    made = fcoll.schedule(
+        (two_layers()[0], ()), costs=two_layers()[1], scheduler=lambda steps: list(steps)
+    )
+    assert made.makespan_us == 40
+
+
+def test_a_scheduler_gets_a_name():
+    @fcoll.scheduler("backwards")
+    def backwards(job):
+        assert job.cap_bytes == job.original.peak_bytes and job.us["s0"] == 10
+        return [s.name for s in reversed(job)]
+
+    try:
+        with pytest.raises(BadPlan, match=r"plan of scheduler 'backwards' is wrong: .* needs"):
+            plan(two_layers(), "backwards")
+    finally:
+        del SCHEDULERS["backwards"]
+
+
+@pytest.mark.parametrize("names", [[], ["s0"], ["s0", "s0", "w0", "c2", "s2", "w2"]])
+def test_an_order_that_is_not_whole(names):
+    with pytest.raises((BadPlan, MemoryCapTooSmall)):
+        plan(two_layers(), lambda job: names)
+
+
+def test_over_the_cap():
+    def greedy(job):
+        return sorted((s.name for s in job), key=lambda n: ("swc".index(n[0]), n))
+
+    with pytest.raises(BadPlan, match=r"the cap is"):
+        plan(two_layers(), greedy)
+    assert plan(two_layers(), greedy, None).peak_bytes == 2100
+
+
+def test_unknown_names():
+    with pytest.raises(UnknownScheduler, match=r"no scheduler 'fastest'.* Use one of original, "):
+        plan(two_layers(), "fastest")
+    with pytest.raises(BadOption, match="memory_cap='5%'"):
+        plan(two_layers(), cap="5%")
+    with pytest.raises(NoGraph):
+        plan(two_layers(), "torch")
+    with pytest.raises(NoGraph):
+        plan(two_layers()).apply()
+    with pytest.raises(BadOption):
+        plan(two_layers()).explain("nothing")
