@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
 from fcoll.graph import _torch
-from fcoll.graph.nodes import arguments, collectives, waits_of
-from fcoll.graph.origin import Frames, origin_of
+from fcoll.graph.nodes import arguments, collectives, origin_of, waits_of
+from fcoll.graph.origin import Frames
 from fcoll.graph.sizes import Hints
 from fcoll.groups import Group, by_name
 from fcoll.source import show

@@ -1,4 +1,4 @@
-"""The collectives of an fx graph: which nodes start one, which wait, with which arguments."""
+"""The nodes of an fx graph: starts and waits of collectives, who made a node, which may move."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_iter
 
 from fcoll.graph import _torch
+from fcoll.graph.origin import Origin
 from fcoll.source import show, user_frames
 from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
@@ -104,3 +106,82 @@ def describe(node: Node) -> str:
     shape = f" {list(val.shape)} {val.dtype}" if isinstance(val, Tensor) else ""
     where = line_of(node)
     return f"{node.name} = {row.name if row else node.target}{shape}" + (where and f" at {where}")
+
+
+def origin_of(node: Node) -> Origin:
+    """What a trace wrote down of a node; of a graph that no trace made, its user's lines."""
+    found = node.meta.get("origin")
+    if found is not None:
+        return found
+    return Origin(tuple(user_frames(node.meta.get("stack_trace"))), "", "fwd")
+
+
+# -- what keeps a node in its place, besides the values that it reads and writes ---
+
+#: The namespaces whose ops never communicate. An op of any other one is a barrier, unless the
+#: table has a row of it: add the namespace of your own kernels here.
+LOCAL_NAMESPACES = {
+    "aten",
+    "prims",
+    "prim",
+    "inductor",
+    "quantized",
+    "quantized_decomposed",
+    "torchao",
+    "torchvision",
+    "torchaudio",
+    "mkl",
+    "mkldnn",
+    "onednn",
+    "flash_attn",
+    "xformers",
+    "fbgemm",
+}
+
+#: Ops on functions that are one kernel. Others may have any graph inside, collectives included.
+LOCAL_HIGHER_ORDER = {
+    "triton_kernel_wrapper_functional",
+    "flex_attention",
+    "flex_attention_backward",
+    "run_with_rng_state",
+}
+
+
+def effect_of(node: Node) -> str:
+    """Why a node may not move freely: "", "random", "ordered" or "barrier".
+
+    "random": it draws from the generator, so random nodes keep their order among themselves.
+    "ordered": a message between two ranks, or any collective beside one. Ranks run different
+    programs then, so all collectives keep their order. "barrier": nothing moves past it, because
+    it may communicate, or do anything else, that fcoll knows nothing of.
+    """
+    row = row_of_node(node)
+    if row is not None:
+        if row.is_p2p:
+            return "ordered"
+        return "barrier" if row.side_effect and not row.is_wait else ""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return ""
+    if node.op != "call_function":
+        return "barrier"  # a module or a method: it may do anything
+    return _effect_of_call(node)
+
+
+def _effect_of_call(node: Node) -> str:
+    namespace = _torch.op_namespace(node.target)
+    if not namespace:  # a Python function: arithmetic on sizes, or unknown
+        return "" if _is_arithmetic(node) else "barrier"
+    if namespace == "higher_order":
+        local = getattr(node.target, "__name__", "") in LOCAL_HIGHER_ORDER
+        return "" if local else "barrier"
+    if namespace not in LOCAL_NAMESPACES:
+        return "barrier"
+    return "random" if _torch.op_is_random(node.target) else ""
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """Of numbers, or an element of a list: no tensor is computed."""
+    if node.target is getitem:
+        return True
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return not any(hasattr(x, "untyped_storage") for v in values for x in tree_iter(v))

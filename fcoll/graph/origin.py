@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
-from fcoll.source import Site, show, user_frames
+from fcoll.source import Site, show
 
 PHASES = ("fwd", "bwd", "opt")
 Frames = tuple[Site, ...]
@@ -24,11 +22,3 @@ class Origin:
     def source(self) -> str:
         """The user's line, "model.py:31"."""
         return show(self.frames[-1]) if self.frames else ""
-
-
-def origin_of(node: Node) -> Origin:
-    """What a trace wrote down of a node; of a graph that no trace made, its user's lines."""
-    found = node.meta.get("origin")
-    if found is not None:
-        return found
-    return Origin(tuple(user_frames(node.meta.get("stack_trace"))), "", "fwd")

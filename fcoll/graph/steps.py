@@ -21,10 +21,8 @@ from torch.fx.node import map_arg
 
 from fcoll.errors import MissingSize
 from fcoll.graph import _torch
-from fcoll.graph.effects import effect_of
 from fcoll.graph.issued import SPLITS
-from fcoll.graph.nodes import arguments, collectives, row_of_node
-from fcoll.graph.origin import origin_of
+from fcoll.graph.nodes import arguments, collectives, effect_of, origin_of, row_of_node
 from fcoll.graph.sizes import Hints, values_of
 from fcoll.source import show
 from fcoll.table.row import Collective, Expr
@@ -59,7 +57,7 @@ class Step:
     phase: str
     fused_with: str | None = None  # the first step of its fusion group
     uses: tuple[str, ...] = ()  # the steps whose memory it reads, writes or, as a wait, needs
-    effect: str = ""  # what else keeps it in its place: see fcoll/graph/effects.py
+    effect: str = ""  # what else keeps it in its place: see effect_of
 
 
 def steps_of(

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from fcoll.graph.effects import effect_of
-from fcoll.graph.nodes import row_of_node
+from fcoll.graph.nodes import effect_of, row_of_node
 from fcoll.graph.steps import Step
 from fcoll.units import show_bytes
 
