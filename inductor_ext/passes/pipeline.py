@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.fx import Graph, Node
 
 import fcoll
@@ -67,7 +68,9 @@ class Passes(CustomGraphPass):
         native = symm_mem.load(), build.has_fast_path()
         # Destroyed groups stay known until they are garbage collected, whenever that is.
         groups = [g for g in shared_memory.known_groups() if is_group_name(g[0])]
-        facts = own_source_hash(), config.key(), native, groups, symmetric_groups()
+        # Ranks share a cache, but not always their shapes: of `sizes=` each has its own result.
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        facts = own_source_hash(), config.key(), native, groups, symmetric_groups(), rank
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
