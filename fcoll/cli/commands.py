@@ -40,17 +40,23 @@ FINE, FOUND, FAILED = 0, 1, 2
 def _report(args: argparse.Namespace) -> int:
     """Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."""
     from fcoll.report import html, perfetto, summary, svg, text
+    from fcoll.scheduling.planner import schedule
+    from fcoll.scheduling.registry import scheduler_of
     from fcoll.scheduling.timeline import timeline
 
     # before the work: a name may be misspelt
     machine = Machine.of(args.machine)
+    scheduler_of(args.scheduler or "original")
     before = programs.read_trace(args.before) if args.before else None
-    traced = _traced(args)
-    with _progress("timing its steps", args):
+    with _traced_in(args) as traced, _progress("timing its steps", args):
         first = line = _numbered(timeline(traced, machine, waits=_waits(args)), traced)
         second = None
         if before is not None:
             first, second = _numbered(timeline(before, machine, waits=_waits(args)), before), line
+        elif args.scheduler:
+            plan = schedule(traced, machine, scheduler=args.scheduler, memory_cap=None)
+            planned = replace(plan.timeline, mesh=first.mesh, rank=first.rank)
+            line = second = _numbered(planned, traced)
     with _progress("writing", args):
         _write(args.save, traced.to_json)
         _write(args.html, lambda: html.render(first, second, title=_title(args)))
@@ -59,7 +65,7 @@ def _report(args: argparse.Namespace) -> int:
         if args.png:
             svg.save_png(args.png, first, second)
     found = summary.as_dict(line)
-    if before is not None:
+    if second is not None:
         found["before"] = summary.as_dict(first)
     if notes := _notes(args, traced):
         found["notes"] = notes
@@ -153,6 +159,25 @@ def _scale(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _schedule(args: argparse.Namespace) -> int:
+    """Plan the order of a step by several schedulers, and compare what they are worth."""
+    from fcoll.report import experiments
+    from fcoll.scheduling.registry import scheduler_of
+
+    names, machines = args.schedulers.split(","), args.machine.split(",")
+    for check, given in ((scheduler_of, names), (Machine.of, machines)):
+        list(map(check, given))  # before the work: a name may be misspelt
+    with _traced_in(args) as traced, _progress("planning", args) as tell:
+        found = experiments.compare(
+            traced, names, args.memory.split(","), machines, args.noise, progress=tell
+        )
+    _write(args.csv, lambda: experiments.as_csv(found))
+    _write(args.svg, lambda: experiments.plot(found, _title(args)))
+    table = experiments.render(found, args.noise)
+    _print(args, {"results": list(map(asdict, found))}, lambda: table)
+    return FINE
+
+
 def _collectives(args: argparse.Namespace) -> int:
     """List the table: every collective, its schema and what it sends."""
     import sympy
@@ -209,21 +234,24 @@ def _build_of(args: argparse.Namespace) -> programs.Build:
         return programs.demo(args.demo) if args.demo else programs.load(args.target)
 
 
-def _traced(args: argparse.Namespace) -> Any:
-    """The trace of the program that the arguments name."""
+@contextmanager
+def _traced_in(args: argparse.Namespace) -> Iterator[Any]:
+    """The trace of the program that the arguments name, and the world that it was traced in: what
+    changes its graph needs the world's groups."""
     from fcoll.tracing.fake_world import fake_world
     from fcoll.tracing.trace import trace
 
     if args.target and args.target.endswith(".json"):
-        return programs.read_trace(args.target)
+        yield programs.read_trace(args.target)
+        return
     build, axes = _build_of(args), args.mesh or {"dp": 1}
-    world = fake_world(**axes, rank=args.rank)
-    with _progress("tracing", args), world as mesh, redirect_stdout(sys.stderr):
-        fn, inputs = build(mesh)
-        traced = trace(fn, *inputs, mode=args.mode)
-        traced.sizes |= args.sizes or {}
-        _ = traced.steps  # made here: they need the world's groups
-    return traced
+    with fake_world(**axes, rank=args.rank) as mesh:
+        with _progress("tracing", args), redirect_stdout(sys.stderr):
+            fn, inputs = build(mesh)
+            traced = trace(fn, *inputs, mode=args.mode)
+            traced.sizes |= args.sizes or {}
+            _ = traced.steps  # made here: they need the world's groups
+        yield traced
 
 
 def _numbered(line: Timeline, traced: Any) -> Timeline:
@@ -252,7 +280,7 @@ def _title(args: argparse.Namespace) -> str:
     return f"{args.demo}{no_ddp}" if args.demo else args.target
 
 
-_FILES = ("html", "perfetto", "svg", "png", "save", "out")
+_FILES = ("html", "perfetto", "svg", "png", "save", "out", "csv")
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -309,6 +337,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "check": _check,
     "scale": _scale,
+    "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,
     "machines": _machines,

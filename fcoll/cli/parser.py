@@ -82,6 +82,7 @@ examples:
   fcoll report train.py:build --mesh dp=64 --perfetto out.json    # open in ui.perfetto.dev
   fcoll report train.py:build --mesh dp=64 --fail-above 30%       # in CI: exit code 1 above it
   fcoll report train.py:build --mesh dp=64 --before old.json --html compare.html
+  fcoll report train.py:build --mesh dp=64 --scheduler overlap --html planned.html
 """,
     "check": """
 examples:
@@ -92,6 +93,12 @@ examples:
 examples:
   fcoll scale --demo tiny --axis dp=1..4096 --mesh tp=8
   fcoll scale train.py:build --axis tp=1,2,4,8 --svg plot.svg
+""",
+    "schedule": """
+examples:
+  fcoll schedule --demo llama3-8b --mesh dp=8,tp=8
+  fcoll schedule train.py:build --mesh dp=8 --schedulers safe,overlap,search --memory +0%,+5%,none
+  fcoll schedule train.py:build --mesh dp=8 --machine h100,a100 --noise 0.3 --svg plan.svg
 """,
     "calibrate": """
 example:
@@ -122,7 +129,9 @@ def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
     subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
     for name, run in commands.items():
         text = (run.__doc__ or "").strip()
-        more = (_TARGET if name in ("report", "check", "scale") else "") + _EXAMPLES.get(name, "")
+        more = (
+            _TARGET if name in ("report", "check", "scale", "schedule") else ""
+        ) + _EXAMPLES.get(name, "")
         command = subparsers.add_parser(
             name, help=text, description=text, epilog=more, formatter_class=raw
         )
@@ -145,17 +154,22 @@ def _program(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _timed(command: argparse.ArgumentParser) -> None:
+def _priced(command: argparse.ArgumentParser) -> None:
     """The arguments of those that say how long it takes."""
     _program(command)
     command.add_argument("--mode", default="joint", choices=("joint", "compiled", "forward"))
     command.add_argument(
+        "--machine", default="h100", help="h100, a100, b200, mi300x, local, or a .toml file"
+    )
+
+
+def _timed(command: argparse.ArgumentParser) -> None:
+    """The arguments of those that take the order as it is."""
+    _priced(command)
+    command.add_argument(
         "--waits",
         choices=("first-use", "in-place"),
         help="where compute waits: first-use as eager does (default), or as in the graph",
-    )
-    command.add_argument(
-        "--machine", default="h100", help="h100, a100, b200, mi300x, local, or a .toml file"
     )
 
 
@@ -174,7 +188,9 @@ def _report(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--sizes", type=_sizes, metavar="u0=64", help="values of sizes that only a run knows"
     )
-    command.add_argument("--before", metavar="FILE", help="a saved trace to compare with")
+    compared = command.add_mutually_exclusive_group()
+    compared.add_argument("--before", metavar="FILE", help="a saved trace to compare with")
+    compared.add_argument("--scheduler", metavar="NAME", help="also show the step as it plans it")
     more = "exit code 1 if more of the step than this is exposed"
     command.add_argument("--fail-above", type=_share, metavar="SHARE", help=more)
 
@@ -183,6 +199,26 @@ def _scale(command: argparse.ArgumentParser) -> None:
     _timed(command)
     command.add_argument("--axis", required=True, metavar="dp=1..4096", help="the axis that grows")
     command.add_argument("--svg", metavar="FILE", help="write a plot")
+
+
+def _schedule(command: argparse.ArgumentParser) -> None:
+    _priced(command)
+    command.add_argument("--rank", type=int, default=0, help="the rank to trace (default 0)")
+    command.add_argument(
+        "--sizes", type=_sizes, metavar="u0=64", help="values of sizes that only a run knows"
+    )
+    names = "original, safe, sink_waits, raise_comms, reorder_compute, torch, overlap, search"
+    command.add_argument(
+        "--schedulers", default="safe,overlap", help=f"of {names} (default safe,overlap)"
+    )
+    command.add_argument(
+        "--memory", default="+0%", help="caps: +0%%,+5%%,none or bytes (default +0%%)"
+    )
+    command.add_argument(
+        "--noise", type=_share, default=0.0, metavar="0.3", help="also with times that are off"
+    )
+    command.add_argument("--csv", metavar="FILE", help="write the table as CSV")
+    command.add_argument("--svg", metavar="FILE", help="write a plot of time against memory")
 
 
 def _calibrate(command: argparse.ArgumentParser) -> None:
@@ -200,6 +236,7 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "report": _report,
     "check": _program,
     "scale": _scale,
+    "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,
 }
