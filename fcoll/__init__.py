@@ -12,6 +12,7 @@ from fcoll.functions import *  # noqa: F403
 from fcoll.graph.issued import Issued
 from fcoll.groups import Group, GroupLike
 from fcoll.profiling.profile import Profile, profile
+from fcoll.report.world import WorldTimeline, timeline
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.registry import scheduler
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Trace",
+    "WorldTimeline",
     "accelerate_c10d",
     "assume",
     "check",
@@ -53,5 +55,6 @@ __all__ = [
     "schedule",
     "scheduler",
     "symm_mem",
+    "timeline",
     "trace",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadOption
+from fcoll.report.world import timeline as all_ranks
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.trace import trace
@@ -58,7 +59,13 @@ def scale(
         with fake_world(**axes) as world:  # type: ignore[arg-type]
             fn, args = build(world)
             line = timeline(trace(fn, *args, mode=mode), machine, waits=waits)
-        points.append(_point(line, size, axes))
+        point = _point(line, size, axes)
+        if any(
+            c.row.is_p2p for c in line.collectives
+        ):  # the bubbles of a pipeline are on all ranks
+            step_us = all_ranks(build, axes, machine, waits=waits, mode=mode).step_us
+            point = replace(point, step_us=step_us, exposed_us=step_us - point.compute_us)
+        points.append(point)
     return points
 
 

@@ -1,0 +1,308 @@
+"""``fcoll.timeline``: a step on all ranks of a mesh, against each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fcoll.costs.machine import Machine
+from fcoll.errors import BadMesh, BadOption
+from fcoll.graph.issued import Issued
+from fcoll.graph.steps import Step
+from fcoll.scheduling.timeline import WAITS, Costs, pricing
+from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
+from fcoll.tracing.fake_world import fake_world
+from fcoll.tracing.trace import trace
+from fcoll.tracing.workers import Tracer
+from fcoll.units import show_us, table
+
+Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
+EVERY_RANK_UP_TO = 16  # ranks; of more, those that differ along the axes that send messages
+LANE = 60  # characters
+
+
+@dataclass(frozen=True)
+class WorldTimeline:
+    """When every rank of a mesh does what. ``print(line)`` draws a lane for each."""
+
+    mesh: dict[str, int]
+    machine: Machine
+    ranks: dict[int, RankLine]
+    ranks_traced: tuple[int, ...]
+
+    @property
+    def step_us(self) -> float:
+        """Until the last rank is done."""
+        return max((line.end_us for line in self.ranks.values()), default=0.0)
+
+    def bubble_us(self, rank: int) -> float:
+        """How long the rank's compute stream has nothing to do."""
+        return self.step_us - self.ranks[rank].compute_us
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the time of all ranks, the part in which they compute nothing."""
+        if not self.step_us:
+            return 0.0
+        idle = sum(map(self.bubble_us, self.ranks))
+        return idle / (self.step_us * len(self.ranks))
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def timeline(
+    build: Build,
+    mesh: Mapping[str, int],
+    machine: Machine | str | Path = "h100",
+    costs: Costs | None = None,
+    *,
+    slow: Mapping[int, float] | None = None,
+    waits: str = "first use",
+    mode: str = "joint",
+    progress: Callable[[str], None] = lambda text: None,
+) -> WorldTimeline:
+    """Run the programs of all ranks against each other, without processes.
+
+    ``build(mesh)`` gives ``(fn, args)`` for the rank that the mesh is of. ``slow`` makes the
+    compute of some ranks take longer: {3: 1.2}. ``costs`` are times in us that go before the
+    machine's: {step name: us} or a function of a Step. Up to 16 ranks are all traced; of more,
+    ranks that differ only along axes on which nobody sends messages are taken to do the same.
+
+        >>> import torch, fcoll
+        >>> def build(mesh):
+        ...     return lambda x: fcoll.all_reduce(x @ x, "sum", mesh) + 1, (torch.ones(64, 64),)
+        >>> even = fcoll.timeline(build, mesh={"tp": 4})
+        >>> late = fcoll.timeline(build, mesh={"tp": 4}, slow={3: 2.0})
+        >>> late.ranks[0].wait_us > even.ranks[0].wait_us  # all wait for rank 3
+        True
+    """
+    if waits not in WAITS:
+        raise BadOption(op="timeline", arg="waits", value=waits, known=WAITS)
+    axes = dict(mesh)
+    machine, slow = Machine.of(machine), dict(slow or {})
+    for rank in slow:
+        if not 0 <= rank < prod(axes.values()):
+            raise BadMesh(what=f"slow rank {rank}", hint="Ranks count from 0.")
+    traced = _traced(build, axes, mode, progress)
+    progress("running them")
+    groups = _Groups(axes)
+    models = {r: _Model(rank, groups, machine, costs) for r, rank in traced.items()}
+    programs = {
+        r: models[_like(r, axes, traced)].on(r, slow.get(r, 1.0))
+        for r in range(prod(axes.values()))
+    }
+    lines = run_world(programs, lazy=waits == "first use")
+    return WorldTimeline(axes, machine, lines, tuple(sorted(traced)))
+
+
+# -- which ranks are traced ---
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a rank does, as it was traced."""
+
+    rank: int
+    steps: tuple[Step, ...]
+    collectives: tuple[Issued, ...]
+    sizes: dict[str, int]
+
+
+def _traced(
+    build: Build, axes: dict[str, int], mode: str, progress: Callable[[str], None]
+) -> dict[int, _Traced]:
+    """All ranks of a few; of many, those at 0 on every axis but those that send messages."""
+    size = prod(axes.values())
+    tracer = Tracer(partial(_trace, build, axes, mode))
+    found: dict[int, _Traced] = {}
+    todo = list(range(size)) if size <= EVERY_RANK_UP_TO else sorted({0, size - 1})
+    while todo:
+        for rank, made in tracer.trace(todo):
+            found[rank] = made
+            progress(f"traced {len(found)} of {len({*found, *todo})} ranks")
+        todo = [r for r in _differing(axes, found) if r not in found] if size > len(found) else []
+    return found
+
+
+def _trace(build: Build, axes: Any, mode: str, rank: int) -> _Traced:
+    with fake_world(**axes, rank=rank) as mesh:
+        fn, args = build(mesh)
+        made = trace(fn, *args, mode=mode)
+        return _Traced(rank, made.steps, made.collectives, dict(made.sizes))
+
+
+def _differing(axes: dict[str, int], found: Mapping[int, _Traced]) -> Iterator[int]:
+    """The ranks at 0 on all axes along which no message was seen."""
+    messages = [c for t in found.values() for c in t.collectives if c.row.is_p2p]
+    along = {name for c in messages for name in _varying(c.ranks, axes)}
+    places = [range(n) if name in along else (0,) for name, n in axes.items()]
+    for place in itertools.product(*places):
+        yield _rank_at(place, axes)
+
+
+def _like(rank: int, axes: dict[str, int], traced: Mapping[int, Any]) -> int:
+    """The traced rank that does what this one does: itself, or the one at 0 where none differ."""
+    if rank in traced:
+        return rank
+    place = _place(rank, axes)
+    for kept in itertools.product((True, False), repeat=len(place)):
+        other = _rank_at([p if keep else 0 for p, keep in zip(place, kept, strict=True)], axes)
+        if other in traced:
+            return other
+    return 0
+
+
+# -- places in a mesh ---
+
+
+def _place(rank: int, axes: Mapping[str, int]) -> list[int]:
+    """
+    >>> _place(5, {"dp": 4, "tp": 2}), _rank_at([2, 1], {"dp": 4, "tp": 2})
+    ([2, 1], 5)
+    """
+    place = []
+    for n in reversed(list(axes.values())):
+        rank, at = divmod(rank, n)
+        place.append(at)
+    return place[::-1]
+
+
+def _rank_at(place: Sequence[int], axes: Mapping[str, int]) -> int:
+    rank = 0
+    for at, n in zip(place, axes.values(), strict=True):
+        rank = rank * n + at
+    return rank
+
+
+def _varying(ranks: Sequence[int], axes: Mapping[str, int]) -> list[str]:
+    """The axes along which these ranks differ."""
+    places = [_place(r, axes) for r in ranks]
+    return [
+        name
+        for name, along in zip(axes, zip(*places, strict=True), strict=True)
+        if len({*along}) > 1
+    ]
+
+
+# -- from a traced rank to all that do the same ---
+
+
+class _Groups:
+    """Groups as all ranks name them: what axes they span, and where they are on the others."""
+
+    def __init__(self, axes: dict[str, int]) -> None:
+        self.axes = axes
+        self.shapes: dict[Any, int] = {}
+        self.spans: dict[tuple[int, ...], list[str]] = {}  # of the groups of traced ranks
+        self.meetings: dict[Any, Meeting] = {}
+
+    def of(self, ranks: tuple[int, ...], instance: int, rank: int) -> Meeting:
+        """The group that is to this rank what ``ranks`` are to the traced one that is like it: the
+        same along the axes that it spans, and where this rank is along the others."""
+        if ranks not in self.spans:
+            self.spans[ranks] = _varying(ranks, self.axes)
+        spans, here = self.spans[ranks], _place(rank, self.axes)
+        fixed = tuple(-1 if name in spans else at for name, at in zip(self.axes, here, strict=True))
+        key = self._shape(ranks, spans), fixed, instance
+        if key not in self.meetings:
+            self.meetings[key] = Meeting(key, tuple(self._moved(r, fixed) for r in ranks))
+        return self.meetings[key]
+
+    def _moved(self, rank: int, fixed: tuple[int, ...]) -> int:
+        place = zip(_place(rank, self.axes), fixed, strict=True)
+        return _rank_at([at if stays < 0 else stays for at, stays in place], self.axes)
+
+    def _shape(self, ranks: tuple[int, ...], spans: list[str]) -> int:
+        """A number for the places of a group along the axes that it spans."""
+        known = self.shapes.get(ranks)
+        if known is None:
+            places = (dict(zip(self.axes, _place(r, self.axes), strict=True)) for r in ranks)
+            shape = frozenset(tuple((name, p[name]) for name in spans) for p in places)
+            known = self.shapes[ranks] = self.shapes.setdefault(shape, len(self.shapes))
+        return known
+
+
+class _Model:
+    """A traced rank's program, on itself and on the ranks that are like it."""
+
+    def __init__(
+        self, traced: _Traced, groups: _Groups, machine: Machine, costs: Costs | None
+    ) -> None:
+        self.traced, self.groups = traced, groups
+        price = pricing(traced.collectives, machine, costs, traced.sizes)
+        self.us = {step.name: price(step) for step in traced.steps}
+
+    def on(self, rank: int, slow: float) -> RankProgram:
+        us = self.us
+
+        def price(step: Step) -> float:
+            return us[step.name] * slow if step.kind == "compute" else us[step.name]
+
+        meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
+        return RankProgram(self.traced.steps, meetings, price)
+
+    def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
+        group = self.groups.of(call.ranks, call.instance, rank)
+        if not call.row.is_p2p:
+            yield group
+            return
+        kinds = call.args.get("op_list", [call.op])
+        peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
+        tags = call.args.get("tag_list", [call.args.get("tag")])
+        for kind, peer, tag in zip(kinds, peers, tags, strict=True):
+            other = group.ranks[peer]
+            ends = (rank, other) if kind == "isend" else (other, rank)
+            yield Meeting((*ends, tag, call.instance), ends)
+
+
+# -- for people ---
+
+
+def render(world: WorldTimeline, most: int = 16) -> str:
+    """A lane for each rank: █ computes, ░ waits for others, a blank where it is done."""
+    head = ("rank", "place", "compute", "waits", "idle", "")
+    rows = [
+        (
+            str(rank),
+            ", ".join(
+                f"{a}={i}" for a, i in zip(world.mesh, _place(rank, world.mesh), strict=True)
+            ),
+            show_us(line.compute_us),
+            show_us(line.wait_us),
+            f"{world.bubble_us(rank) / (world.step_us or 1.0):.0%}",
+            _lane(line, world.step_us),
+        )
+        for rank, line in itertools.islice(world.ranks.items(), most)
+    ]
+    mesh = " x ".join(f"{axis}={n}" for axis, n in world.mesh.items())
+    lines = [
+        f"{mesh}: step {show_us(world.step_us)}, {world.bubble_share:.1%} of all ranks' time idle",
+        *table([head, *rows], "><>>><"),
+    ]
+    if len(world.ranks) > most:
+        lines.append(f"... and {len(world.ranks) - most} more ranks")
+    return "\n".join(lines)
+
+
+def _lane(line: RankLine, step_us: float) -> str:
+    """What the rank does most in each piece of the step."""
+    piece = step_us / LANE or 1.0
+    computes, waits = [0.0] * LANE, [0.0] * LANE
+    for totals, spans in ((computes, line.spans), (waits, line.waits)):
+        for span in spans:
+            if span.stream != "compute":
+                continue
+            for i in range(int(span.start_us / piece), min(LANE, int(span.end_us / piece) + 1)):
+                low, high = max(span.start_us, i * piece), min(span.end_us, (i + 1) * piece)
+                totals[i] += max(0.0, high - low)
+    marks = [
+        "█" if c >= w and c > 0 else "░" if w > 0 else " "
+        for c, w in zip(computes, waits, strict=True)
+    ]
+    return "".join(marks).rstrip()

@@ -1,0 +1,175 @@
+"""``fcoll.timeline``: all ranks against each other, on schedules whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fcoll
+from fcoll.errors import BadMesh, BadOption, CollectiveMismatch
+
+FORWARD_US, BACKWARD_US = 10.0, 20.0
+
+
+def priced(step):
+    """A matmul is a forward of a microbatch, an exp a backward; nothing else takes time."""
+    return {"mm": FORWARD_US, "exp": BACKWARD_US}.get(step.op.split("::")[-1].split(".")[0], 0.0)
+
+
+def pipeline(order, microbatches, axis="pp"):
+    """build(mesh) of a pipeline; ``order(stage, stages, microbatches)`` are its ("f" | "b", i)."""
+
+    def build(mesh):
+        pp = mesh[axis] if mesh.ndim > 1 else mesh
+        stage, stages = pp.get_local_rank(), pp.size()
+
+        def step(x):
+            sent = []
+            for kind, i in order(stage, stages, microbatches):
+                forward = kind == "f"
+                before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                tag = 2 * i + forward
+                given = fcoll.irecv(x, before, pp, tag=tag) if 0 <= before < stages else x
+                made = given @ given if forward else given.exp()
+                if 0 <= after < stages:
+                    sent.append(fcoll.isend(made, after, pp, tag=tag))
+            return [fcoll.wait_tensor(s) for s in sent]
+
+        return step, (torch.ones(4, 4),)
+
+    return build
+
+
+def gpipe(stage, stages, microbatches):
+    yield from (("f", i) for i in range(microbatches))
+    yield from (("b", i) for i in range(microbatches))
+
+
+def one_forward_one_backward(stage, stages, microbatches):
+    ahead = min(stages - 1 - stage, microbatches)
+    yield from (("f", i) for i in range(ahead))
+    for i in range(microbatches - ahead):
+        yield "f", i + ahead
+        yield "b", i
+    yield from (("b", i) for i in range(microbatches - ahead, microbatches))
+
+
+@pytest.mark.parametrize("order", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 4), (4, 4), (4, 9)])
+def test_bubbles_of_pipelines_are_those_of_the_textbook(order, stages, microbatches):
+    build = pipeline(order, microbatches)
+    line = fcoll.timeline(build, {"pp": stages}, costs=priced, mode="forward")
+    each = FORWARD_US + BACKWARD_US
+    assert line.step_us == (microbatches + stages - 1) * each
+    assert all(rank.compute_us == microbatches * each for rank in line.ranks.values())
+    assert line.bubble_share == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+def test_of_many_ranks_those_that_are_alike_are_traced_once():
+    few = fcoll.timeline(pipeline(gpipe, 4), {"pp": 4}, costs=priced, mode="forward")
+    many = fcoll.timeline(pipeline(gpipe, 4), {"dp": 32, "pp": 4}, costs=priced, mode="forward")
+    assert len(many.ranks) == 128 and many.ranks_traced == (0, 1, 2, 3, 127)
+    assert many.step_us == few.step_us
+    for rank, line in many.ranks.items():
+        assert line.end_us == few.ranks[rank % 4].end_us
+        assert line.compute_us == few.ranks[rank % 4].compute_us
+
+
+def reduced(mesh):
+    """Two steps of compute, each with a sum over tp behind it; then one over dp."""
+
+    def step(x):
+        x = fcoll.all_reduce(x @ x, "sum", mesh["tp"])
+        x = fcoll.all_reduce(x @ x, "sum", mesh["tp"])
+        return fcoll.all_reduce(x, "sum", mesh["dp"]) + 1
+
+    return step, (torch.ones(4, 4),)
+
+
+def collective_us(step):
+    if step.kind == "start":
+        return 4.0 if step.stream == "tp" else 6.0
+    return priced(step)
+
+
+def test_stragglers():
+    """By hand: ranks 0, 1 and 2, 3 are pairs over tp; rank 3 computes 1.5 times as long.
+
+    tp of ranks 0, 1: matmul to 10, sum to 14, matmul to 24, sum to 28.
+    tp of ranks 2, 3: matmul to 10 and 15, sum from 15 to 19, matmul to 29 and 34, sum to 38.
+    dp: ranks 0, 2 and 1, 3 from 38 to 44.
+    """
+    line = fcoll.timeline(
+        reduced, {"dp": 2, "tp": 2}, costs=collective_us, slow={3: 1.5}, mode="forward"
+    )
+    assert line.step_us == 44
+    waits = {r: [(s.start_us, s.end_us) for s in x.waits] for r, x in line.ranks.items()}
+    assert waits == {
+        0: [(10, 14), (24, 44)],
+        1: [(10, 14), (24, 44)],
+        2: [(10, 19), (29, 44)],
+        3: [(15, 19), (34, 44)],
+    }
+    even = fcoll.timeline(reduced, {"dp": 2, "tp": 2}, costs=collective_us, mode="forward")
+    assert even.step_us == 34
+    assert str(line).splitlines()[0].startswith("dp=2 x tp=2: step 44.0 us")
+    assert "█" in str(line) and "░" in str(line)
+
+
+def test_a_large_world_is_what_a_small_one_is():
+    """The same pairs 32 times, one of them slow: dp waits for it everywhere."""
+    line = fcoll.timeline(
+        reduced, {"dp": 32, "tp": 2}, costs=collective_us, slow={7: 1.5}, mode="forward"
+    )
+    assert len(line.ranks_traced) == 2  # the first and the last
+    assert {r.end_us for r in line.ranks.values()} == {44.0}
+    assert [r for r, x in line.ranks.items() if x.compute_us > 20] == [7]
+    assert line.ranks[6].waits[0].end_us == 19 and line.ranks[8].waits[0].end_us == 14
+
+
+def test_as_one_rank_alone_where_all_do_the_same():
+    from fcoll.scheduling.timeline import timeline as of_one
+
+    def build(mesh):
+        w = torch.ones(64, 64)
+        return lambda x: fcoll.all_reduce(x @ w, "sum", mesh) + (w @ w).sum(), (torch.ones(64, 64),)
+
+    with fcoll.fake_world(tp=4) as mesh:
+        fn, args = build(mesh)
+        alone = of_one(fcoll.trace(fn, *args), waits="first use")
+    world = fcoll.timeline(build, {"tp": 4})
+    assert world.step_us == pytest.approx(alone.step_us)
+    assert all(r.wait_us == pytest.approx(alone.exposed_total_us) for r in world.ranks.values())
+
+
+def test_ranks_that_do_not_meet_are_an_error():
+    def build(mesh):
+        first = mesh.get_rank() == 0
+        calls = 2 if first else 1
+
+        def step(x):
+            for _ in range(calls):
+                x = fcoll.all_reduce(x, "sum", mesh) + 1
+            return x
+
+        return step, (torch.ones(4),)
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 waits in .*test_world.py:\d+ for rank 1"):
+        fcoll.timeline(build, {"tp": 2})
+
+
+def test_bad_options():
+    with pytest.raises(BadMesh, match="slow rank 4"):
+        fcoll.timeline(reduced, {"dp": 2, "tp": 2}, slow={4: 2.0})
+    with pytest.raises(BadOption, match="waits"):
+        fcoll.timeline(reduced, {"dp": 2, "tp": 2}, waits="never")
+
+
+def test_scale_sees_the_bubbles_of_a_pipeline():
+    from fcoll.report.scale import scale
+
+    points = scale(pipeline(gpipe, 4), "pp", [2, 4], mode="forward", waits="first use")
+    for p in points:
+        line = fcoll.timeline(pipeline(gpipe, 4), {"pp": p.size}, mode="forward")
+        assert p.step_us == line.step_us == pytest.approx(p.compute_us + p.exposed_us)
+    assert points[1].step_us > points[0].step_us
