@@ -36,6 +36,7 @@ from fcoll.eager.async_tensor import AsyncCollectiveTensor, Pending, _Wrap, in_f
 from fcoll.errors import NotInGroup, UnknownGroup
 from fcoll.reductions import REDUCTIONS
 from fcoll.source import user_site
+from fcoll.transport.messages import PLAIN
 from fcoll.transport.protocol import Then, issued
 
 _THEIRS = _torch.FUNCTIONAL_COLLECTIVES
@@ -339,19 +340,20 @@ def _received(into: Any, new: Any) -> Any:
 def isend_inplace(tensor, dst, tag=0, group=None, group_dst=-1):
     name = groups.group_name(group)
     peer = _peer("dst", name, dst, group_dst)
-    return _sent(torch.ops.fcoll.isend(tensor, peer, tag, name))
+    return _sent(torch.ops.fcoll.isend(tensor, peer, tag + PLAIN, name))
 
 
 def irecv_inplace(tensor, src, tag=0, group=None, group_src=-1):
     name = groups.group_name(group)
     peer = _peer("src", name, src, group_src)
-    return _received(tensor, torch.ops.fcoll.irecv(tensor, peer, tag, name))
+    return _received(tensor, torch.ops.fcoll.irecv(tensor, peer, tag + PLAIN, name))
 
 
 def batch_p2p_ops_inplace(op_list, peer_list, tag_list, tensors, group_name):
     name = _resolve_group_name(group_name or dist.group.WORLD)
     peers = [_peer("peer", name, peer) for peer in peer_list]
-    outs = torch.ops.fcoll.batch_p2p_ops(op_list, peers, tag_list, tensors, name)
+    tags = [tag + PLAIN for tag in tag_list]
+    outs = torch.ops.fcoll.batch_p2p_ops(op_list, peers, tags, tensors, name)
     return [
         _received(given, out) if op == "irecv" else _sent(out)
         for op, given, out in zip(op_list, tensors, outs, strict=True)

@@ -18,6 +18,7 @@ from fcoll.groups import Group, by_name
 from fcoll.source import show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
+from fcoll.transport.messages import PLAIN
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _issued(
         if name != "out":
             tensors.extend(x.meta["val"] for x in nodes)
         if not nodes and name != "group_name":
-            others[name] = value
+            others[name] = _tags(value) if name in ("tag", "tag_list") else value
     results = [x for x in _leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     origin, (group, instance) = origin_of(node), _group_of(node)
     frames = origin.frames or here
@@ -97,6 +98,11 @@ def _issued(
         stack=tuple(map(line, frames)),
         instance=instance,
     )
+
+
+def _tags(given: Any) -> Any:
+    """As the program gave them: how a message goes is no part of its tag."""
+    return [tag % PLAIN for tag in given] if isinstance(given, (list, tuple)) else given % PLAIN
 
 
 def _leaves(value: Any) -> list[Any]:

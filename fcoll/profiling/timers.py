@@ -33,6 +33,7 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch as tracing_torch
 from fcoll.tracing import c10d
+from fcoll.transport import messages
 from fcoll.transport.native import build
 
 
@@ -58,7 +59,9 @@ class Call:
 
 
 class _Thread(threading.local):
-    inside = False  # a timed call
+    def __init__(self) -> None:
+        # in a timed call, as all that fcoll's own thread does
+        self.inside = threading.current_thread().name == messages.THREAD
 
 
 # What compiled graphs call: (own, collective, reduce op, group, dim); collect has announce's token.

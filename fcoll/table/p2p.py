@@ -14,7 +14,7 @@ from fcoll.table.checks import check_list, check_rank
 from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
 from fcoll.table.shapes import nothing, same
 from fcoll.transport.carriers import carrier_of, carrier_of_pairs
-from fcoll.transport.messages import TAGS
+from fcoll.transport.messages import PLAIN, TAGS
 from fcoll.transport.protocol import Then, Transfer, issued
 
 
@@ -27,7 +27,7 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
 
 
 def _check_tag(op: str, tag: int) -> None:
-    if not 0 <= tag < TAGS:
+    if not 0 <= (tag - PLAIN if tag >= PLAIN else tag) < TAGS:
         fail(BadOption, op=op, arg="tag", value=tag, known=f"0 to {TAGS - 1}")
 
 

@@ -14,7 +14,8 @@ a rank may be busy elsewhere when that comes: a thread looks for headers while a
 looks into the buffer, as gloo has no other way to ask without waiting.
 
 Header and answer have tags of their own, so that a plain ``dist.recv`` can take the data; but
-``irecv`` wants a header, so it takes from ``isend`` only.
+``irecv`` wants a header, so it takes from ``isend`` only. The functions that stand in for torch's
+(compat.py) go without one: the other end of such a message may be torch's own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from fcoll.groups import Group
 
 TAGS = 2**29  # tags of users are below; headers and answers have those above
 _HEADER_TAG, _ANSWER_TAG = TAGS, 2 * TAGS
+#: Added to a tag: a message as torch sends it, without a header, whose other end may be torch's.
+PLAIN = 4 * TAGS
+THREAD = "fcoll-p2p"  # what it does is part of calls that other threads made
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.005  # of the thread between two looks
 
 
@@ -185,7 +189,7 @@ class Expected:
             self.queues.setdefault(self._key(message), deque()).append(message)
             self.news.set()
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="fcoll-p2p", daemon=True)
+                self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
                 self.thread.start()
 
     def has_accepted(self, message: Received) -> bool:

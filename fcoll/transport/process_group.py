@@ -137,7 +137,8 @@ def barrier(g: Group) -> dist.Work | None:
 
 
 def transfer(transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
-    if _torch.is_gloo(g.pg) and all(t.buf.device.type == "cpu" for t in transfers):
+    plain = any(t.tag >= messages.PLAIN for t in transfers)
+    if not plain and _torch.is_gloo(g.pg) and all(t.buf.device.type == "cpu" for t in transfers):
         sides = [(messages.Sent if t.sends else messages.Received, t) for t in transfers]
         return [side(t.buf, in_bytes(t.buf), t.peer, t.tag, g) for side, t in sides]
     ops = [
@@ -145,7 +146,7 @@ def transfer(transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
             dist.isend if t.sends else dist.irecv,
             in_bytes(t.buf),
             group=g.pg,
-            tag=t.tag,
+            tag=t.tag % messages.PLAIN,
             group_peer=t.peer,
         )
         for t in transfers
