@@ -281,6 +281,7 @@ def test_if_one_rank_has_no_arena_all_use_the_ring():
 
 def mapped_after(rank):
     """What a group takes with compiled collectives, and what is left of it when it is destroyed."""
+    gc.collect()
     before = count_lines("/proc/self/maps", "memfd:fcoll"), open_files("memfd:fcoll")
     size = int(Path("/proc/self/statm").read_text().split()[0])
     group = dist.new_group([0, 1])
@@ -291,7 +292,7 @@ def mapped_after(rank):
     del group
     gc.collect()
     after = count_lines("/proc/self/maps", "memfd:fcoll"), open_files("memfd:fcoll")
-    return wrong, grown * 4096, before == after
+    return wrong, grown * 4096, all(x <= y for x, y in zip(after, before, strict=True))
 
 
 def test_a_destroyed_group_leaves_nothing_mapped(shared2):

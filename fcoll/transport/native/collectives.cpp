@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "arena.h"
 #include "group.h"
@@ -205,11 +206,12 @@ Arena& Group::arena() {
   return *arena_;
 }
 
-std::unique_lock<std::timed_mutex> Group::enter() {
+std::unique_lock<std::mutex> Group::enter() {
   using namespace std::chrono_literals;
   ring_.check_not_forked();  // the child may find the lock taken by a thread that it does not have
   std::unique_lock lock(turn_, std::try_to_lock);
-  for (double start = now_us(); !lock.owns_lock() && !lock.try_lock_for(20ms);) {
+  for (double start = now_us(); !lock.owns_lock() && !lock.try_lock();) {
+    std::this_thread::sleep_for(200us);  // not in lock(), which no signal ends
     if (check_signals) check_signals();
     if (now_us() - start > timeout_s_ * 1e6)
       throw Error(Error::timeout, rank(), "another thread of " + name_of(rank()) +

@@ -62,7 +62,7 @@ class Group {
   using Pending = std::variant<Transfer, Announcement>;
 
   // Only one thread at a time is in a call.
-  std::unique_lock<std::timed_mutex> enter();
+  std::unique_lock<std::mutex> enter();
   void make_room(size_t slots);
   uint64_t enqueue(const Pending&, double patience_us);
   bool published_by_all(uint64_t last) const;
@@ -72,7 +72,7 @@ class Group {
   Ring ring_;
   double timeout_s_;
   std::deque<Pending> pending_;  // started, and not complete
-  std::timed_mutex turn_;
+  std::mutex turn_;
   std::once_flag arena_made_;
   std::unique_ptr<Arena> arena_;
 };
