@@ -207,10 +207,17 @@ Arena& Group::arena() {
 }
 
 std::unique_lock<std::mutex> Group::enter() {
-  using namespace std::chrono_literals;
   ring_.check_not_forked();  // the child may find the lock taken by a thread that it does not have
   std::unique_lock lock(turn_, std::try_to_lock);
-  for (double start = now_us(); !lock.owns_lock() && !lock.try_lock();) {
+  if (!lock.owns_lock()) await_turn(lock);
+  ring_.check_open();
+  return lock;
+}
+
+// Another thread of this process is in a call on the group.
+void Group::await_turn(std::unique_lock<std::mutex>& lock) {
+  using namespace std::chrono_literals;
+  for (double start = now_us(); !lock.try_lock();) {
     std::this_thread::sleep_for(200us);  // not in lock(), which no signal ends
     if (check_signals) check_signals();
     if (now_us() - start > timeout_s_ * 1e6)
@@ -218,8 +225,6 @@ std::unique_lock<std::mutex> Group::enter() {
                                               " has been in a call on the group for " +
                                               std::to_string(int(timeout_s_)) + " s");
   }
-  ring_.check_usable();
-  return lock;
 }
 
 void Group::close(const std::string& why) {

@@ -63,6 +63,7 @@ class Group {
 
   // Only one thread at a time is in a call.
   std::unique_lock<std::mutex> enter();
+  void await_turn(std::unique_lock<std::mutex>&);
   void make_room(size_t slots);
   uint64_t enqueue(const Pending&, double patience_us);
   bool published_by_all(uint64_t last) const;

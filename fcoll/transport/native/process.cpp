@@ -5,12 +5,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
 namespace fcoll {
+
+std::atomic<int> forks{0};
 
 namespace {
 
@@ -20,37 +21,35 @@ struct Held {
   void (*unlock)(void*);
 };
 
-std::atomic<int> forks{0};
-// Never freed, as what follows: a process may be watched while this one exits.
-std::mutex& held_mutex = *new std::mutex;
-std::vector<Held>& held = *new std::vector<Held>;
+// Never freed: a process may be watched while this one exits.
+struct Holds {
+  std::mutex mutex;
+  std::vector<Held> held;
+};
+
+Holds& holds() {
+  static auto& made = *new Holds;
+  return made;
+}
 
 void before_fork() {
-  held_mutex.lock();
-  for (auto& h : held) h.lock(h.mutex);
+  holds().mutex.lock();
+  for (auto& h : holds().held) h.lock(h.mutex);
 }
 
 void after_fork() {
+  auto& held = holds().held;
   for (auto h = held.rbegin(); h != held.rend(); ++h) h->unlock(h->mutex);
-  held_mutex.unlock();
+  holds().mutex.unlock();
 }
 
-void note_forks() {
-  static const bool once = (pthread_atfork(before_fork, after_fork, [] { forks++; after_fork(); }), true);
-  (void)once;
-}
+const bool noted = (pthread_atfork(before_fork, after_fork, [] { forks++; after_fork(); }), true);
 
 }  // namespace
 
-int fork_count() {
-  note_forks();
-  return forks;
-}
-
 void hold_over_forks(void* mutex, void (*lock)(void*), void (*unlock)(void*)) {
-  note_forks();
-  std::lock_guard guard(held_mutex);
-  held.push_back({mutex, lock, unlock});
+  std::lock_guard guard(holds().mutex);
+  holds().held.push_back({mutex, lock, unlock});
 }
 
 std::shared_ptr<Process> Process::of(int pid) {

@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <memory>
 
 namespace fcoll {
@@ -21,7 +22,8 @@ class Process {
 };
 
 // Forks that led to this process: what was made before the last of them is a parent's.
-int fork_count();
+extern std::atomic<int> forks;
+inline int fork_count() { return forks.load(std::memory_order_relaxed); }
 
 // The mutex is taken over each fork: else the child may find it locked by a thread it does not have.
 // Not a shared_mutex, which the child, having another thread id, does not unlock.

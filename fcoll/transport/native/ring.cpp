@@ -23,7 +23,8 @@ Ring::Ring(int rank, int n, double timeout_s)
     return;
   }
   segments_[rank] = reinterpret_cast<Segment*>(memories_[rank]->data());
-  memories_[rank]->status().state.store(State::active);
+  own_ = &memories_[rank]->status();
+  own_->state.store(State::active);
 }
 
 Ring::~Ring() {
@@ -60,22 +61,15 @@ bool Ring::more_ranks_than_cores() const {
   return n_ > CPU_COUNT(&all);
 }
 
-void Ring::check_not_forked() const {
-  if (born_ != fork_count())
-    throw Error(Error::forked, -1, "the process has been forked since the group was made");
+void Ring::throw_forked() const {
+  throw Error(Error::forked, -1, "the process has been forked since the group was made");
 }
 
-void Ring::check_usable() const {
-  check_not_forked();
-  if (!broken_.empty())
-    throw Error(Error::closed, -1, "the group was closed by an earlier error: " + broken_);
+void Ring::throw_closed() const {
+  throw Error(Error::closed, -1, "the group was closed by an earlier error: " + broken_);
 }
 
 // -- waiting --------------------------------------------------------------------------------------
-
-void Ring::wait(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
-  if (word.load(std::memory_order_acquire) < least) wait_long(peer, word, least);
-}
 
 void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
   try {
@@ -231,7 +225,7 @@ void Ring::publish(Slot* slot, uint64_t seq, const Call& call, uint64_t extra) {
   if (call.signature) segments_[rank_]->signatures[seq % RING] = *call.signature;
   if (seq % LOOK_EVERY == 0) segments_[rank_]->beacon.store(seq, std::memory_order_relaxed);
   slot->seq.store(seq, std::memory_order_release);
-  wake(slot->seq, status(rank_).sleepers);
+  wake(slot->seq, own_->sleepers);
 }
 
 bool Ring::published(int peer, uint64_t seq) const {
@@ -261,7 +255,7 @@ std::string Ring::shown(int rank, uint64_t seq, const Call& call) const {
 void Ring::done(uint64_t seq) {
   Segment* own = segments_[rank_];
   own->done.store(seq, std::memory_order_release);
-  wake(own->done, status(rank_).sleepers);
+  wake(own->done, own_->sleepers);
 }
 
 }  // namespace fcoll

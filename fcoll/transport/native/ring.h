@@ -72,9 +72,13 @@ class Ring {
   bool far() const { return far_ > 0; }
   void assume(Distance distance) { distance_ = distance; }  // instead of measuring it
 
-  // They throw where no call can be made: after a fork, after an error.
-  void check_not_forked() const;
-  void check_usable() const;
+  // They throw where no call can be made.
+  void check_not_forked() const {
+    if (born_ != fork_count()) throw_forked();
+  }
+  void check_open() const {
+    if (!broken_.empty()) throw_closed();
+  }
 
   // The next sequence numbers; the first of them.
   uint64_t take_numbers(size_t count) { return (seq_ += count) - count + 1; }
@@ -107,7 +111,11 @@ class Ring {
   [[noreturn]] void fail(const Error&);
 
  private:
-  void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least);
+  [[noreturn]] void throw_forked() const;
+  [[noreturn]] void throw_closed() const;
+  void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
+    if (word.load(std::memory_order_acquire) < least) wait_long(peer, word, least);
+  }
   void wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least);
   std::optional<Error> look(int peer, double waited_us) const;
   void until_read(uint64_t seq);
@@ -126,6 +134,7 @@ class Ring {
   uint64_t free_until_ = RING;  // up to here, every slot has been read by all
   std::vector<std::shared_ptr<Memory>> memories_;
   std::vector<Segment*> segments_;
+  Status* own_ = nullptr;  // this rank's
   std::vector<std::shared_ptr<Process>> processes_;
   std::vector<uint64_t> beacons_;  // the peers', as they were read last
   std::string broken_;
