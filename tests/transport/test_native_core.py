@@ -62,7 +62,7 @@ def passes(*command: object, says: str) -> None:
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_random_collectives(tmp_path, core, sanitizer):
     made = program(tmp_path, "core_test", sanitizer, core(sanitizer))
-    for (n, calls), seed in itertools.product(((2, 300), (3, 200), (5, 60)), (1, 2)):
+    for seed, (n, calls) in enumerate(((2, 300), (3, 200), (5, 60))):
         passes(made, n, calls, seed, says=f"{n} ranks, {calls} calls: all right")
 
 
