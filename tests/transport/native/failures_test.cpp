@@ -1,6 +1,9 @@
 // What goes wrong, under the sanitizers: every rank is a thread.
 //
 // failures_test SEED: each case on new groups; what a rank gets is checked, and that none hangs.
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -78,17 +81,34 @@ void a_late_rank(uint64_t) {
   });
 }
 
+// Rank 1 is stopped in the middle of the exchange until rank 2 has left: rank 0, which waits for it,
+// has the time to look at them all.
+std::atomic<bool> left{false};
+void until_left(int) {
+  while (!left) usleep(1'000);
+  usleep(30'000);
+}
+
 void a_bystander_leaves(uint64_t) {
   Groups groups = joined(3);
-  std::vector<uint8_t> data(32 << 20, 7);
+  std::vector<uint8_t> data(64 << 20, 7);
+  std::atomic<pthread_t> receiver{};
+  left = false;
+  signal(SIGUSR1, until_left);
   on_ranks(3, [&](int r) {
+    if (r == 1) receiver = pthread_self();
     size_t big = data.size(), none[3] = {}, sends[3] = {0, r == 0 ? big : 0, 0},
            receives[3] = {r == 1 ? big : 0, 0, 0};
     std::vector<uint8_t> out(r == 1 ? big : 0);
     groups[r]->all_to_all(Call::all_to_all(1), data.data(), out.data(), r == 0 ? sends : none,
                           r == 1 ? receives : none);
-    if (r == 2) groups[r].reset();  // its part is done long before the others'
-    else expect(r != 1 || out == data, "all of it arrives", r);
+    if (r == 2) {  // its part is done long before the others'
+      pthread_kill(receiver, SIGUSR1);
+      groups[r].reset();
+      left = true;
+    } else {
+      expect(r != 1 || out == data, "all of it arrives", r);
+    }
   });
 }
 
