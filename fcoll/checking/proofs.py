@@ -12,7 +12,7 @@ from typing import Any
 from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, has_symbols
 from fcoll.checking.sizes import Sizes, apart, differ
 from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
-from fcoll.graph.issued import SPLITS, Issued, describe
+from fcoll.graph.issued import SPLITS, Issued, describe, messages_of
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,9 @@ def transfers_of(call: Issued, me: int) -> Iterator[Transfer]:
     """The messages of a point-to-point call; none of another."""
     if not is_transfer(call):
         return
-    kinds = call.args.get("op_list", [call.op])
-    peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
-    tags = call.args.get("tag_list", [call.args.get("tag")])
-    for kind, peer, tag, shape, dtype in zip(
-        kinds, peers, tags, call.shapes, call.dtypes, strict=True
-    ):
-        yield Transfer(call, kind == "isend", me, call.ranks[peer], tag, shape, dtype)
+    of_each = zip(messages_of(call), call.shapes, call.dtypes, strict=True)
+    for (sends, peer, tag), shape, dtype in of_each:
+        yield Transfer(call, sends, me, call.ranks[peer], tag, shape, dtype)
 
 
 def transfers_meet(programs: dict[int, Program], known: Known) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -55,6 +55,15 @@ class Issued:
     def wire_bytes(self) -> Any:
         """The bytes that each rank sends."""
         return self.row.wire_bytes(self.n, self.bytes)
+
+
+def messages_of(call: Issued) -> Iterator[tuple[bool, int, int]]:
+    """Of each message of a call: does it send, the peer's place in the group, its tag."""
+    kinds = call.args.get("op_list", [call.op])
+    peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
+    tags = call.args.get("tag_list", [call.args.get("tag")])
+    for kind, peer, tag in zip(kinds, peers, tags, strict=True):
+        yield kind == "isend", peer, tag
 
 
 def collectives_of(graph_module: fx.GraphModule, here: Frames = ()) -> tuple[Issued, ...]:

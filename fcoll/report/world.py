@@ -12,7 +12,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadMesh, BadOption
-from fcoll.graph.issued import Issued
+from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
@@ -252,12 +252,9 @@ class _Model:
         if not call.row.is_p2p:
             yield group
             return
-        kinds = call.args.get("op_list", [call.op])
-        peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
-        tags = call.args.get("tag_list", [call.args.get("tag")])
-        for kind, peer, tag in zip(kinds, peers, tags, strict=True):
+        for sends, peer, tag in messages_of(call):
             other = group.ranks[peer]
-            ends = (rank, other) if kind == "isend" else (other, rank)
+            ends = (rank, other) if sends else (other, rank)
             yield Meeting((*ends, tag, call.instance), ends)
 
 
