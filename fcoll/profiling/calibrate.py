@@ -7,12 +7,10 @@ latencies and bandwidths of both the small and the large messages are in the mod
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,13 +54,31 @@ def calibrate(
     ``quick`` takes seconds and gives a rough picture: few sizes, one pass.
     """
     path = path or machine_dir() / "local.toml"
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        launch(_measure, str(found), quiet, quick, world_size=ranks)
-        machine = _machine(json.loads(found.read_text()), ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("# Written by `fcoll calibrate`.\n" + machine.to_toml())
-    return machine
+    launch(_measure_into, str(path), quiet, quick, world_size=ranks)
+    return Machine.from_toml(path)
+
+
+def _measure_into(path: str, quiet: bool, quick: bool) -> None:
+    """Runs on every rank."""
+    machine = measure(quiet, quick)
+    if dist.get_rank() == 0:
+        Path(path).write_text("# Written by `fcoll calibrate`.\n" + machine.to_toml())
+
+
+def measure(quiet: bool = False, quick: bool = False) -> Machine:
+    """The machine as the ranks of the default group find it: all of them call this together, and
+    all get the same."""
+    found: dict[str, Any] = {"flops": {}, "measured": {}}
+    figures = list(_figures(found, quick))
+    shows = dist.get_rank() == 0 and not quiet
+    for i, (name, run) in enumerate(figures):
+        if shows:
+            _progress(f"{i + 1}/{len(figures)} {name}")
+        run()
+    if shows:
+        _progress("", end="\n" if sys.stderr.isatty() else "")
+    return _machine(found, dist.get_world_size())
 
 
 @dataclass(frozen=True)
@@ -118,20 +134,6 @@ def _agree(value: float) -> float:
     x = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(x)
     return float(x) / dist.get_world_size()
-
-
-def _measure(path: str, quiet: bool, quick: bool) -> None:
-    """Runs on every rank."""
-    found: dict[str, Any] = {"flops": {}, "measured": {}}
-    figures = list(_figures(found, quick))
-    for i, (name, run) in enumerate(figures):
-        if dist.get_rank() == 0 and not quiet:
-            _progress(f"{i + 1}/{len(figures)} {name}")
-        run()
-    if dist.get_rank() == 0:
-        if not quiet:
-            _progress("", end="\n" if sys.stderr.isatty() else "")
-        Path(path).write_text(json.dumps(found))
 
 
 def _progress(text: str, end: str = "") -> None:
