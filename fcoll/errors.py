@@ -143,6 +143,17 @@ class BadRow(FcollError):
     template = "the row {name!r} cannot be registered: {why}{at}."
 
 
+class NoStackedRule(FcollError):
+    template = "{op} cannot run on stacked ranks{at}: {why}. {hint}"
+
+
+class RaggedRanks(FcollError):
+    template = (
+        "{op}: {why}, so that ranks would hold tensors of different shapes{at}. Stacked ranks have "
+        "one shape: pad the parts, or use fcoll.simulate_ranks, where each rank has its own."
+    )
+
+
 class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
 

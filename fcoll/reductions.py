@@ -112,7 +112,7 @@ def scaled(op: str, x: Tensor, factor: float) -> Tensor:
     if not _castable(kind, x.dtype):
         hint = f"Times {factor} it would be another type: convert it first, or use sum."
         fail(WrongDtype, op=op, reduce_op=PREMUL_SUM, dtype=x.dtype, hint=hint)
-    return (x.to(_accumulator(x.dtype)) * factor).to(x.dtype)
+    return (x.to(accumulator(x.dtype)) * factor).to(x.dtype)
 
 
 _DTYPES = ((bool, torch.bool), (int, torch.int64), (complex, torch.complex64))
@@ -148,13 +148,14 @@ def fold(row: Reduction, parts: Tensor) -> Tensor:
     dtype = parts.dtype
     if dtype == torch.uint64:
         return _fold_uint64(row, parts)
-    total = functools.reduce(row.fold, parts.to(_accumulator(dtype)).unbind())
+    total = functools.reduce(row.fold, parts.to(accumulator(dtype)).unbind())
     if row.name == "avg":
         total = total / parts.shape[0]
     return total.to(dtype)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts of this one are added up."""
     if dtype.is_floating_point and dtype.itemsize < 4:
         return torch.float32
     if dtype == torch.complex32:

@@ -12,9 +12,10 @@ from torch import Tensor
 from fcoll._torch import guard_or_false
 from fcoll.errors import BadPermutation, BadSplits, fail
 from fcoll.groups import by_name, check_device, group_rank, group_size
-from fcoll.table import wire
+from fcoll.table import stacks, wire
 from fcoll.table.checks import check_dim, check_divisible, complaint, listed, shown
 from fcoll.table.layout import chunks, concat, copied, flat
+from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
 from fcoll.table.shapes import same
 from fcoll.transport.carriers import carrier_of
@@ -94,6 +95,22 @@ def _all_to_all_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("all_to_all_single", grad, *splits, a.group_name)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_all_to_all_single(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    stacks.check_even_splits("all_to_all_single", args)
+    return _resharded(x_W, 0, 0, groups)
+
+
+def _resharded(x_W: Tensor, gather_dim: int, shard_dim: int, groups: Partition) -> Tensor:
+    """Part j of rank i along shard_dim goes to j, where it is the i-th along gather_dim."""
+    parts = groups.members(x_W)  # [n, A, S, ...]
+    sizes = groups.n, x_W.shape[1 + shard_dim] // groups.n
+    sent = parts.unflatten(3 + shard_dim, sizes).movedim(3 + shard_dim, 0)
+    received = sent.movedim(1, 3 + gather_dim)  # [to, A, S, ..., from, ...]
+    return groups.placed(received).flatten(1 + gather_dim, 2 + gather_dim)
+
+
 ALL_TO_ALL_SINGLE = Collective(
     "all_to_all_single",
     "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name)"
@@ -102,6 +119,7 @@ ALL_TO_ALL_SINGLE = Collective(
     shape=_all_to_all_shape,
     run=_run_all_to_all,
     adjoint=_all_to_all_adjoint,
+    stacked=_stacked_all_to_all_single,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     personal=True,
@@ -150,6 +168,14 @@ def _shard_dim_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("shard_dim_alltoall", grad, a.shard_dim, a.gather_dim, a.group_name)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_shard_dim_alltoall(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    if args["gather_dim"] == args["shard_dim"]:
+        return copied(x_W)
+    return _resharded(x_W, args["gather_dim"], args["shard_dim"], groups)
+
+
 SHARD_DIM_ALLTOALL = Collective(
     "shard_dim_alltoall",
     "(Tensor input, int gather_dim, int shard_dim, str group_name) -> Tensor",
@@ -157,6 +183,7 @@ SHARD_DIM_ALLTOALL = Collective(
     shape=_shard_dim_shape,
     run=_run_shard_dim,
     adjoint=_shard_dim_adjoint,
+    stacked=_stacked_shard_dim_alltoall,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     personal=True,
@@ -197,6 +224,17 @@ def _permute_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("permute", grad, source, a.group_name)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_permute(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    parts, dst = groups.members(x_W), list(args["dst"])
+    if len(dst) != groups.n:  # of groups of other sizes; a call's check has seen the rest
+        fail(BadPermutation, op="permute", dst=listed(dst), n=groups.n)
+    source = [dst.index(r) if r in dst else -1 for r in range(len(dst))]
+    received = [parts[i] if i >= 0 else torch.zeros_like(parts[0]) for i in source]
+    return groups.placed(torch.stack(received))
+
+
 PERMUTE = Collective(
     "permute",
     "(Tensor input, int[] dst, str group_name) -> Tensor",
@@ -204,6 +242,7 @@ PERMUTE = Collective(
     shape=same,
     run=_run_permute,
     adjoint=_permute_adjoint,
+    stacked=_stacked_permute,
     wire_bytes=wire.everything,
     steps=wire.one,
     personal=True,

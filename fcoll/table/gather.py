@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fcoll.groups import Group, by_name, check_device
-from fcoll.table import wire
+from fcoll.table import stacks, wire
 from fcoll.table.checks import check_gathers, check_list, check_rank, check_scatters
 from fcoll.table.layout import (
     by_dtype,
@@ -23,6 +23,7 @@ from fcoll.table.layout import (
     padded,
     resized,
 )
+from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
 from fcoll.table.shapes import each, gathered, same, scattered
 from fcoll.transport.carriers import carrier_of
@@ -83,6 +84,17 @@ def _all_gather_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call(*scatter).reshape(a.input_shape)
 
 
+def _gathered_by_group(op: str, x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    stacks.check_even_sizes(op, args)
+    return stacks.joined(groups.members(stacks.at_least_1d(x_W)), args.get("dim", 0))
+
+
+@stacks.even
+@stacks.moved
+def _stacked_all_gather_into_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    return groups.spread(_gathered_by_group("all_gather_into_tensor", x_W, args, groups))
+
+
 ALL_GATHER_INTO_TENSOR = Collective(
     "all_gather_into_tensor",
     "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
@@ -90,6 +102,7 @@ ALL_GATHER_INTO_TENSOR = Collective(
     shape=_all_gather_shape,
     run=_run_all_gather,
     adjoint=_all_gather_adjoint,
+    stacked=_stacked_all_gather_into_tensor,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     replicates=True,
@@ -142,6 +155,13 @@ def _gather_adjoint(grad: Tensor, a: Call) -> Tensor:
     return back.reshape(a.input_shape)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_gather(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    dst = stacks.check_member("gather", "dst", args["dst"], groups.n)
+    return groups.only_on(dst, _gathered_by_group("gather", x_W, args, groups))
+
+
 GATHER = Collective(
     "gather",
     "(Tensor input, int dst, int group_size, str group_name, int dim=0,"
@@ -150,6 +170,7 @@ GATHER = Collective(
     shape=_gather_shape,
     run=_run_gather,
     adjoint=_gather_adjoint,
+    stacked=_stacked_gather,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     own_dim=_own_dim,
@@ -191,6 +212,14 @@ def _scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("gather", grad, a.src, a.group_size, a.group_name, a.dim, a.sizes)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_scatter(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    stacks.check_even_sizes("scatter", args)
+    src = stacks.check_member("scatter", "src", args["src"], groups.n)
+    return groups.placed(stacks.cut(groups.members(x_W)[src], args.get("dim", 0), groups.n))
+
+
 SCATTER = Collective(
     "scatter",
     "(Tensor input, int src, int group_size, str group_name, int dim=0,"
@@ -199,6 +228,7 @@ SCATTER = Collective(
     shape=_scatter_shape,
     run=_run_scatter,
     adjoint=_scatter_adjoint,
+    stacked=_stacked_scatter,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
 )
@@ -224,6 +254,13 @@ def _broadcast_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("reduce", grad, "sum", a.src, a.group_name)
 
 
+@stacks.even
+@stacks.moved
+def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    src = stacks.check_member("broadcast", "src", args["src"], groups.n)
+    return groups.spread(copied(groups.members(x_W)[src]))
+
+
 BROADCAST = Collective(
     "broadcast",
     "(Tensor input, int src, str group_name) -> Tensor",
@@ -231,6 +268,7 @@ BROADCAST = Collective(
     shape=same,
     run=_run_broadcast,
     adjoint=_broadcast_adjoint,
+    stacked=_stacked_broadcast,
     wire_bytes=wire.everything,
     steps=wire.n_minus_1,
     one_shot_bytes=wire.to_each,
@@ -296,6 +334,7 @@ ALL_GATHER_INTO_TENSOR_COALESCED = Collective(
     shape=_all_gather_coalesced_shape,
     run=_run_all_gather_coalesced,
     adjoint=_all_gather_coalesced_adjoint,
+    stacked=stacks.each(_stacked_all_gather_into_tensor),
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     replicates=True,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fcoll.errors import BadOption, MismatchedLists, NoGradient, fail
 from fcoll.groups import by_name, check_device, group_size
-from fcoll.table import wire
+from fcoll.table import stacks, wire
 from fcoll.table.checks import check_list, check_rank
+from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
 from fcoll.table.shapes import nothing, same
 from fcoll.transport.carriers import carrier_of, carrier_of_pairs
@@ -23,6 +25,14 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
         op=a.op,
         why="its peer could not know that a gradient must be sent back, and would hang",
         hint="Use permute, scatter or all_to_all_single, which every rank of the group calls.",
+    )
+
+
+def _no_peers(op: str) -> Callable[..., Any]:
+    return stacks.no_rule(
+        op,
+        why="stacked ranks make one call, and a message has another peer on each rank",
+        hint="Use permute, which names all of them, or fcoll.simulate_ranks.",
     )
 
 
@@ -52,6 +62,7 @@ def _transfer(name: str, peer: str, shape: Callable[..., Shape]) -> Collective:
         shape=shape,
         run=run,
         adjoint=_no_gradient,
+        stacked=_no_peers(name),
         wire_bytes=wire.everything,
         steps=wire.one,
         personal=True,
@@ -127,6 +138,7 @@ BATCH_P2P_OPS = Collective(
     shape=_batch_shape,
     run=_run_batch,
     adjoint=_no_gradient,
+    stacked=_no_peers("batch_p2p_ops"),
     wire_bytes=wire.everything,
     steps=wire.one,
     personal=True,
@@ -149,6 +161,10 @@ def _run_barrier(group_name: str) -> Tensor:
     return token if g.n == 1 else issued(token, carrier_of(g, token.device).barrier(g))
 
 
+def _stacked_barrier(xs_W: None, args: stacks.Args, groups: Partition) -> Tensor:
+    return torch.empty(Partition.of(groups).world, 0)
+
+
 BARRIER = Collective(
     "barrier",
     "(str group_name) -> Tensor",
@@ -156,6 +172,7 @@ BARRIER = Collective(
     shape=nothing,
     run=_run_barrier,
     adjoint=None,
+    stacked=_stacked_barrier,
     wire_bytes=wire.nothing,
     steps=wire.twice_n_minus_1,
     side_effect=True,
@@ -187,6 +204,7 @@ WAIT_TENSOR = Collective(
     shape=same,
     run=_run_wait,
     adjoint=_wait_adjoint,
+    stacked=lambda x_W, args, groups: x_W,  # stacked results are complete
     wire_bytes=wire.nothing,
     steps=wire.zero,
     is_wait=True,

@@ -10,9 +10,10 @@ from torch import Tensor
 from fcoll.errors import BadOption, fail
 from fcoll.groups import Group, by_name, check_device
 from fcoll.reductions import REDUCTIONS, check_reduction
-from fcoll.table import wire
+from fcoll.table import stacks, wire
 from fcoll.table.checks import check_list, check_rank, check_scatters
 from fcoll.table.layout import by_dtype, chunks, copied, issue_list
+from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Collective, Native, Sizes, torch_ops
 from fcoll.table.shapes import each, same, same_each, scattered
 from fcoll.table.shares import saves, share, share_each, share_of
@@ -47,6 +48,13 @@ def _all_reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share(G, a.saved_input, a.saved_output, a)
 
 
+@stacks.even
+def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    if args.get("grad", "sum") == "identity":
+        return stacks.OwnGradient.apply(x_W, args["reduce_op"], groups)
+    return groups.spread(stacks.folded(args["reduce_op"], groups.members(x_W)))
+
+
 ALL_REDUCE = Collective(
     "all_reduce",
     "(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
@@ -54,6 +62,7 @@ ALL_REDUCE = Collective(
     shape=same,
     run=run_all_reduce,
     adjoint=_all_reduce_adjoint,
+    stacked=_stacked_all_reduce,
     saves=saves,
     wire_bytes=wire.ring_twice,
     steps=wire.twice_n_minus_1,
@@ -132,6 +141,13 @@ def _reduce_scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share_of(whole, grad, a)
 
 
+@stacks.even
+def _stacked_reduce_scatter_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    stacks.check_even_sizes("reduce_scatter_tensor", args)
+    whole = stacks.folded(args["reduce_op"], groups.members(x_W))
+    return groups.placed(stacks.cut(whole, args.get("dim", 0), groups.n))
+
+
 REDUCE_SCATTER_TENSOR = Collective(
     "reduce_scatter_tensor",
     "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
@@ -140,6 +156,7 @@ REDUCE_SCATTER_TENSOR = Collective(
     shape=_reduce_scatter_shape,
     run=_run_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,
+    stacked=_stacked_reduce_scatter_tensor,
     saves=saves,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
@@ -174,6 +191,12 @@ def _reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share_of(from_root, grad, a)
 
 
+@stacks.even
+def _stacked_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    dst = stacks.check_member("reduce", "dst", args["dst"], groups.n)
+    return groups.only_on(dst, stacks.folded(args["reduce_op"], groups.members(x_W)))
+
+
 REDUCE = Collective(
     "reduce",
     "(Tensor input, str reduce_op, int dst, str group_name) -> Tensor",
@@ -181,6 +204,7 @@ REDUCE = Collective(
     shape=same,
     run=_run_reduce,
     adjoint=_reduce_adjoint,
+    stacked=_stacked_reduce,
     saves=saves,
     wire_bytes=wire.everything,
     steps=wire.n_minus_1,
@@ -237,6 +261,7 @@ ALL_REDUCE_COALESCED = Collective(
     shape=same_each,
     run=_run_all_reduce_coalesced,
     adjoint=_all_reduce_coalesced_adjoint,
+    stacked=stacks.each(_stacked_all_reduce),
     saves=saves,
     wire_bytes=wire.ring_twice,
     steps=wire.twice_n_minus_1,
@@ -307,6 +332,7 @@ REDUCE_SCATTER_TENSOR_COALESCED = Collective(
     shape=_reduce_scatter_coalesced_shape,
     run=_run_reduce_scatter_coalesced,
     adjoint=_reduce_scatter_coalesced_adjoint,
+    stacked=stacks.each(_stacked_reduce_scatter_tensor),
     saves=saves,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,

@@ -65,7 +65,8 @@ class Collective:
     ``schema`` starts like that of torch's op of the same name, where there is one, and goes on with
     arguments that have defaults: a call of torch's op is a call of ours. ``targets`` names those
     ops. ``check``, ``shape`` and ``run`` take the schema's arguments; ``adjoint`` takes the
-    gradient of the result and a ``Call``.
+    gradient of the result and a ``Call``; ``stacked`` takes the tensors of all ranks, stacked (the
+    leading dim is the rank), the other arguments by name, and a ``Partition`` of the ranks.
 
     ``wire_bytes`` and ``steps`` are of the bandwidth-optimal algorithm on n ranks: the bytes that
     each rank sends, where b is the size of its largest argument or result in bytes, and how many
@@ -81,6 +82,9 @@ class Collective:
     wire_bytes: Callable[[Expr, Expr], Expr]
     steps: Callable[[Expr], Expr]
     targets: tuple[str, ...] = ()
+    #: The results of all ranks from the tensors of all ranks. Of a form that writes: what it
+    #: writes. None, of a row that came without one: it cannot be simulated in a batch.
+    stacked: Callable[..., Any] | None = None
     #: Whose values the gradient needs: ("input",), ("input", "output") or ().
     saves: Callable[[Any], tuple[str, ...]] | None = None
     #: Does torch's op want contiguous strides?

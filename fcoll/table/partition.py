@@ -1,0 +1,183 @@
+"""The groups of one collective as all W ranks see them, and how stacked tensors are cut by them.
+
+A stacked tensor holds one tensor of each rank: ``x_W`` is [W, ...], the leading dim is the rank.
+Where groups are rows or columns of a mesh, cutting is a view; other groups go through an index.
+
+Shape suffixes: W all ranks; n ranks of a group; A, S the groups before and behind them in the
+order of ranks, so that W = A * n * S. ``members`` puts n first: [n, A, S, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll import _torch
+from fcoll.errors import UnknownGroup
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Every rank in one group: ``groups`` are global ranks, each group in the order of its own.
+
+    >>> tp = Partition.along((4, 2), 1)  # of a mesh with dp=4, tp=2
+    >>> tp.groups
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+    >>> tp.n, tp.grid, Partition.of([[0, 1, 3], [2]]).is_even
+    (2, (4, 2, 1), False)
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, groups: Partition | Sequence[Sequence[int]], world: int | None = None) -> Partition:
+        """Checked: every rank 0 to W - 1 is in just one group."""
+        if isinstance(groups, Partition):
+            return groups
+        made = tuple(tuple(int(r) for r in ranks) for ranks in groups)
+        listed = sorted(r for ranks in made for r in ranks)
+        size = len(listed) if world is None else world
+        if not made or listed != list(range(size)) or not all(made):
+            hint = f"Every rank 0 to {size - 1} must be in one of them, once. "
+            raise UnknownGroup(group=[list(g) for g in made], hint=hint)
+        return cls(made)
+
+    @classmethod
+    def whole(cls, world: int) -> Partition:
+        return cls((tuple(range(world)),))
+
+    @classmethod
+    def along(cls, shape: Sequence[int], *axes: int) -> Partition:
+        """Of a mesh of this shape: the groups that span one axis, or several at once."""
+        ranks = _cpu_range(shape).movedim(axes, tuple(range(-len(axes), 0)))
+        rows = ranks.reshape(-1, ranks[(0,) * (len(shape) - len(axes))].numel())
+        return cls(tuple(map(tuple, rows.tolist())))
+
+    @cached_property
+    def world(self) -> int:
+        return sum(map(len, self.groups))
+
+    @cached_property
+    def n(self) -> int:
+        """The size of the first group; of each, if they are even."""
+        return len(self.groups[0])
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Have all groups the same size?"""
+        return all(len(g) == self.n for g in self.groups)
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int] | None:
+        """(A, n, S) if rank = (a * n + i) * S + s is member i of group (a, s), else None."""
+        if not self.is_even:
+            return None
+        n, first = self.n, self.groups[0]
+        S = first[1] - first[0] if n > 1 else 1
+        if S < 1 or self.world % (n * S):
+            return None
+        A = self.world // (n * S)
+        regular = (
+            tuple(range(start, start + n * S, S))
+            for a in range(A)
+            for start in range(a * n * S, a * n * S + S)
+        )
+        same = all(g == r for g, r in zip(sorted(self.groups), regular, strict=True))
+        return (A, n, S) if same else None
+
+    @cached_property
+    def by_size(self) -> list[tuple[list[int], Partition]]:
+        """Groups of one size each: their ranks, and their partition counted within these."""
+        sizes: dict[int, list[tuple[int, ...]]] = {}
+        for g in self.groups:
+            sizes.setdefault(len(g), []).append(g)
+        found = []
+        for groups in sizes.values():
+            ranks = sorted(r for g in groups for r in g)
+            place = {r: i for i, r in enumerate(ranks)}
+            found.append((ranks, Partition(tuple(tuple(place[r] for r in g) for g in groups))))
+        return found
+
+    @cached_property
+    def rank_in_group(self) -> list[int]:
+        """By global rank."""
+        found = [0] * self.world
+        for g in self.groups:
+            for i, r in enumerate(g):
+                found[r] = i
+        return found
+
+    # -- stacked tensors, cut by even groups ---
+
+    def members(self, x_W: Tensor) -> Tensor:
+        """[W, ...] -> [n, A, S, ...]: a view of a mesh, else a copy."""
+        if self.grid is not None:
+            return x_W.unflatten(0, self.grid).movedim(1, 0)
+        ordered = x_W.index_select(0, self._index("members", x_W))
+        return ordered.unflatten(0, (self.n, len(self.groups), 1))
+
+    def placed(self, parts: Tensor) -> Tensor:
+        """[n, A, S, ...] -> [W, ...], a new tensor: what ``members`` cut, put back."""
+        if self.grid is not None:
+            return parts.movedim(0, 1).clone(memory_format=torch.contiguous_format).flatten(0, 2)
+        return parts.flatten(0, 2).index_select(0, self._index("place", parts))
+
+    def spread(self, y: Tensor) -> Tensor:
+        """[A, S, ...] -> [W, ...]: what a group has, on each of its ranks.
+
+        One group of all ranks is expanded, not copied: W=64 x 1 MiB all_gather 682 ms -> 20 ms.
+        """
+        if self.grid is not None:
+            A, n, S = self.grid
+            return y.unsqueeze(1).expand(A, n, S, *y.shape[2:]).reshape(A * n * S, *y.shape[2:])
+        if len(self.groups) == 1:
+            return y[0].expand(self.world, *y.shape[2:])
+        return y.flatten(0, 1).index_select(0, self._index("group", y))
+
+    def only_on(self, rank: int, y: Tensor) -> Tensor:
+        """[A, S, ...] -> [W, ...]: on this rank of each group, zeros elsewhere."""
+        if self.grid is not None:
+            out = y.new_zeros((self.world, *y.shape[2:]))
+            self.members(out)[rank].copy_(y)
+            return out
+        none = y.new_zeros((1, *y.shape[2:]))
+        group = torch.tensor(self._indices["group"], device=y.device)
+        on = torch.tensor(self.rank_in_group, device=y.device) == rank
+        at = group.where(on, len(self.groups))
+        return torch.cat([y.flatten(0, 1), none]).index_select(0, at)
+
+    # -- indices ---
+
+    @cached_property
+    def _indices(self) -> dict[str, list[int]]:
+        members = [g[i] for i in range(self.n) for g in self.groups]
+        place, group = [0] * self.world, [0] * self.world
+        for at, r in enumerate(members):
+            place[r], group[r] = at, at % len(self.groups)
+        return {"members": members, "place": place, "group": group}
+
+    @cached_property
+    def _kept(self) -> dict[Any, Tensor]:
+        return {}
+
+    def _index(self, which: str, like: Tensor) -> Tensor:
+        """Kept as a tensor, except in a trace, where it would be one of the trace's own."""
+        if _torch.tracing():
+            return torch.tensor(self._indices[which], device=like.device)
+        key = which, like.device
+        if key not in self._kept:
+            with torch.inference_mode(False):
+                self._kept[key] = torch.tensor(self._indices[which], device=like.device)
+        return self._kept[key]
+
+
+def _cpu_range(shape: Sequence[int]) -> Tensor:
+    size = 1
+    for n in shape:
+        size *= n
+    return torch.arange(size, device="cpu").view(*shape)
