@@ -9,7 +9,7 @@ from fcoll.symm_mem import kernels
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import Status, status_of
 
-__all__ = ["Acceleration", "Status", "accelerate_c10d", "load", "status"]
+__all__ = ["Acceleration", "Status", "accelerate_c10d", "empty_cache", "load", "status"]
 
 
 def load() -> bool:
@@ -29,6 +29,18 @@ def status(group: GroupLike = None) -> Status:
     True
     """
     return status_of(resolve(group))
+
+
+def empty_cache() -> None:
+    """Give the memory of large results that nobody uses any more back to the system.
+
+    Results of 4 MiB and more lie in blocks that are kept for the next ones when they are freed: up
+    to 512 MiB (FCOLL_WARM_MIB), for 10 s.
+
+    >>> fcoll.symm_mem.empty_cache()
+    """
+    if build.loaded():
+        torch.ops.fcoll_native.empty_cache()
 
 
 class Acceleration:

@@ -17,6 +17,7 @@
 #include "served.h"
 #include "signature.h"
 #include "tensors.h"
+#include "warm_blocks.h"
 
 namespace {
 
@@ -331,6 +332,9 @@ std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor
   return us;
 }
 
+int64_t warm_bytes() { return fcoll::warm_blocks().kept_bytes(); }
+void empty_cache() { fcoll::warm_blocks().release(); }
+
 }  // namespace
 
 TORCH_LIBRARY(fcoll_native, m) {
@@ -359,6 +363,8 @@ TORCH_LIBRARY(fcoll_native, m) {
         " Tensor signature) -> ()", &exchange_);
   m.def("broadcast_(Tensor(a!) buf, int src, int handle, Tensor signature) -> ()", &broadcast_);
   m.def("accelerate(bool on) -> ()", &accelerate);
+  m.def("warm_bytes() -> int", &warm_bytes);
+  m.def("empty_cache() -> ()", &empty_cache);
   m.def("loop(str kind, Tensor input, Tensor(a!) out, int rounds, int handle) -> float[]", &loop);
 }
 
