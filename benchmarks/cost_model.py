@@ -5,7 +5,10 @@ then collectives of 1 KiB to 16 MiB, of sizes that calibration did not try, are 
 Both are medians of the least disturbed of passes spread over the run: the cores of a virtual
 machine are near to each other now and far then, and other programs come and go.
 
-python benchmarks/cost_model.py [--machine local]
+--published compares the machines that come with fcoll with published times instead (nothing is
+run), --hold-out also shows what a fit predicts of points that it has not seen.
+
+python benchmarks/cost_model.py [--machine local] [--published [--hold-out]] [--fit h100]
 """
 
 import argparse
@@ -14,11 +17,13 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import published
 import torch.distributed as dist
 
 import fcoll
+from fcoll.costs.forms import ring
 from fcoll.costs.machine import Machine
-from fcoll.costs.model import collective_us, ring
+from fcoll.costs.model import collective_us
 from fcoll.profiling.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
 from fcoll.profiling.calibrate import SIZES as TRIED
 from fcoll.table.collectives import COLLECTIVES
@@ -61,7 +66,15 @@ def compare(machine: Machine, measured: dict[str, float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", help="a measured machine instead of measuring now")
+    parser.add_argument("--published", action="store_true", help="against published times")
+    parser.add_argument("--hold-out", action="store_true", help="with --published: a minute")
+    parser.add_argument("--fit", metavar="NAME", help="print constants fitted to published times")
     args = parser.parse_args()
+    if args.fit:
+        print(published.fitted(args.fit))
+        return 0
+    if args.published:
+        return 0 if published.compare(args.hold_out) <= published.BAR else 1
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         machine = (

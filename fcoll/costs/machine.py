@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fcoll.costs.numbers import log2, most, ratio
-from fcoll.errors import BadMachineFile, NotCalibrated, UnknownMachine
+from fcoll.errors import BadMachineFile, BadOption, NotCalibrated, UnknownMachine
 from fcoll.table.row import Expr
 
 PRESETS = Path(__file__).parent / "machines"
@@ -21,17 +22,62 @@ class Link:
     """A rank's way to its peers: time of a message, and bytes per second in one direction.
 
     ``message_us`` is what each further message costs that a rank sends at the same time.
-    ``efficiency`` is the part of ``gb_per_s`` that collectives reach.
+    ``efficiency`` is the part of ``gb_per_s`` that large collectives reach. Smaller ones reach
+    less, as they are cut into few chunks: one more costs ``chunk_us``, and a pipeline of chunks as
+    small as they can be takes ``fill_us`` to fill.
     """
 
     latency_us: Expr
     gb_per_s: Expr
     message_us: Expr = 0
     efficiency: Expr = 1
+    chunk_us: Expr = 0
+    fill_us: Expr = math.inf
 
     @property
     def us_per_byte(self) -> Expr:
         return ratio(1, 1000 * self.gb_per_s * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to all-reduce that has constants of its own: a kernel, or the switch between the GPUs.
+
+    ``launch_us`` is all that does not depend on the size, ``gb_per_s`` the rate of what it sends,
+    ``chunk_us`` and ``fill_us`` as in a Link. ``like`` names the form that sends the same, if its
+    own name is not that of one (fcoll/costs/forms.py).
+    """
+
+    launch_us: float
+    gb_per_s: float
+    chunk_us: float = 0.0
+    fill_us: float = math.inf
+    like: str = ""
+
+    @property
+    def link(self) -> Link:
+        return Link(0, self.gb_per_s, chunk_us=self.chunk_us, fill_us=self.fill_us)
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a communication library carries collectives out that all ranks of a group take part in.
+
+    ``chained``: its trees run along the ranks of a node and branch between nodes, and it has them
+    for all-reduce, and for others only on groups of one rank a node.
+    """
+
+    forms: tuple[str, ...]
+    chained: bool = False
+
+
+#: The forms that a machine may have constants of its own for.
+KERNELS = ("one-shot", "two-shot", "multimem", "nvls")
+LIBRARIES = {
+    "": Library(("ring", "tree", "one-shot")),  # not said: the best of the plain algorithms
+    "nccl": Library(("ring", "tree", "nvls"), chained=True),
+    "rccl": Library(("ring", "tree", "one-shot"), chained=True),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +88,10 @@ class Machine:
     good kernels reach. ``launch_us`` is the fixed cost of a kernel, ``collective_us`` that of a
     collective. ``measured`` has, by the name of the collective, (bytes, us) found on
     ``measured_ranks`` ranks, which go before the formulas.
+
+    ``library`` carries the collectives out, and ``forms`` are what else there is for all-reduce on
+    this machine. A collective is priced as what the library does; ``form="one-shot"`` prices that
+    form where there is one, ``form="best"`` the fastest of all.
     """
 
     name: str
@@ -57,7 +107,22 @@ class Machine:
     memory_gb: float | None = None
     measured: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     measured_ranks: int = 0
+    library: str = ""
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    form: str = ""
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.library not in LIBRARIES:
+            libraries = ", ".join(filter(None, LIBRARIES))
+            raise BadOption(op="Machine", arg="library", value=self.library, known=libraries)
+        for name, form in self.forms.items():
+            if (form.like or name) not in KERNELS:
+                raise BadOption(op="Machine", arg="forms", value=name, known=", ".join(KERNELS))
+        plain = [f for f in self.carrier.forms if not (self.carrier.chained and f in KERNELS)]
+        known = ("", "best", *dict.fromkeys((*plain, *self.forms)))
+        if self.form not in known:
+            raise BadOption(op="Machine", arg="form", value=self.form, known=", ".join(known[1:]))
 
     @staticmethod
     def of(machine: Machine | str | Path) -> Machine:
@@ -82,16 +147,19 @@ class Machine:
         path = Path(path)
         try:
             return _machine(path.stem, tomllib.loads(path.read_text()))
-        except (OSError, tomllib.TOMLDecodeError, TypeError, ValueError, KeyError) as error:
-            raise BadMachineFile(path=str(path), why=f"{error}") from error
+        except (
+            OSError, tomllib.TOMLDecodeError, TypeError, ValueError, KeyError, BadOption
+        ) as error:  # fmt: skip
+            raise BadMachineFile(path=str(path), why=f"{error}".rstrip(".")) from error
 
     def to_toml(self) -> str:
         """The file that from_toml reads."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         tables = {k: plain.pop(k) for k in ("flops", "measured")}
         links = {k: vars(plain.pop(k)) for k in ("intra", "inter")}
+        forms = {f"forms.{name}": vars(form) for name, form in plain.pop("forms").items()}
         lines = [f"{k} = {_toml(v)}" for k, v in plain.items() if v is not None]
-        for title, table in {**tables, **links}.items():
+        for title, table in {**tables, **links, **forms}.items():
             lines += ["", f"[{title}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
         return "\n".join(lines) + "\n"
 
@@ -101,11 +169,14 @@ class Machine:
         Across nodes a ring's rate is that of its slowest part, but the ranks of a node share what
         crosses: each sends its part of it. Bytes that are personal cannot be shared so.
         """
-        if per_node == n:
-            return (self.intra,) * 3
-        if per_node == 1:
-            return (self.inter,) * 3
         near, far = self.intra, self.inter
+        if per_node == n:
+            if not self.carrier.chained:
+                return near, near, near
+            hop = ratio(near.latency_us * (n - 1), log2(n))  # a tree's round, on a chain
+            return near, replace(near, latency_us=hop), near
+        if per_node == 1:
+            return far, far, far
         crossing = ratio(n - per_node, n - 1)
         if personal:
             beta = most(near.us_per_byte * (1 - crossing), far.us_per_byte * crossing)
@@ -113,14 +184,19 @@ class Machine:
             beta = most(near.us_per_byte, ratio(far.us_per_byte, per_node))
         rate = ratio(1, 1000 * beta)
         in_ring = ratio(near.latency_us * (per_node - 1) + far.latency_us, per_node)
-        rounds, near_rounds = log2(n), log2(per_node)
-        in_tree = near.latency_us * near_rounds + far.latency_us * most(rounds - near_rounds, 0)
-        in_tree = ratio(in_tree, rounds)
+        rounds, far_rounds = log2(n), most(log2(n) - log2(per_node), 0)
+        near_rounds = per_node - 1 if self.carrier.chained else log2(per_node)
+        in_tree = ratio(near.latency_us * near_rounds + far.latency_us * far_rounds, rounds)
+        ramp = {"chunk_us": far.chunk_us, "fill_us": far.fill_us}
         return (
-            Link(in_ring, rate),
-            Link(in_tree, rate),
-            Link(far.latency_us, rate, far.message_us),
+            Link(in_ring, rate, **ramp),
+            Link(in_tree, rate, **ramp),
+            Link(far.latency_us, rate, far.message_us, **ramp),
         )
+
+    @property
+    def carrier(self) -> Library:
+        return LIBRARIES[self.library]
 
 
 def machine_dir() -> Path:
@@ -145,7 +221,9 @@ def _machine(name: str, data: dict[str, Any]) -> Machine:
     links: dict[str, Link] = {k: Link(**data[k]) for k in names}
     links.setdefault("inter", links["intra"])
     measured = {op: tuple(map(tuple, points)) for op, points in data.get("measured", {}).items()}
-    given: dict[str, Any] = {"name": name, **data, **links, "measured": measured}
+    forms = {form: Form(**constants) for form, constants in data.get("forms", {}).items()}
+    given: dict[str, Any] = {**data, **links, "measured": measured, "forms": forms}
+    given.setdefault("name", name)
     made = Machine(**given)
     if not made.flops or made.memory_gb_per_s <= 0:
         raise ValueError("flops and memory_gb_per_s must be positive")

@@ -1,10 +1,13 @@
 """What a collective and a step cost on a machine, in microseconds.
 
 A collective's cost comes from its row in the table: the bytes it sends and the messages that follow
-one another, on links with a latency and a bandwidth. Three algorithms are priced and the cheapest
-is taken. All formulas take numbers, or sympy symbols for n and the bytes:
+one another, on links with a latency and a bandwidth. The forms of fcoll/costs/forms.py that the
+machine's library has are priced and the cheapest is taken: the library is taken to choose well.
+All formulas take numbers, or sympy symbols for n and the bytes:
 
     >>> import sympy
+    >>> from fcoll.costs.forms import ring
+    >>> from fcoll.costs.machine import Link
     >>> n, b = sympy.symbols("n b", positive=True)
     >>> link = Link(latency_us=1, gb_per_s=100)
     >>> sympy.sstr(ring(COLLECTIVES["all_gather_into_tensor"], n, b, link))
@@ -15,48 +18,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
 
-from fcoll.costs.machine import Link, Machine
-from fcoll.costs.numbers import is_symbolic, least, log2, most, ratio, sqrt
+from fcoll.costs.forms import forms_us, library_forms
+from fcoll.costs.machine import Machine
+from fcoll.costs.numbers import is_symbolic, least, most, ratio
 from fcoll.errors import MissingSize
 from fcoll.table.collectives import COLLECTIVES, single_row
 from fcoll.table.row import Collective, Expr
 
 # -- collectives ---
-
-
-def ring(row: Collective, n: Expr, b: Expr, link: Link) -> Expr:
-    """Every rank passes parts on to the next: the fewest bytes, the most messages in a row."""
-    return row.steps(n) * link.latency_us + row.wire_bytes(n, b) * link.us_per_byte
-
-
-def tree(row: Collective, n: Expr, b: Expr, link: Link) -> Expr:
-    """log2(n) rounds, the message in as many chunks as is best.
-
-    With k chunks it takes (rounds + k) (latency + bytes / k / rate); the best k gives the square
-    of a sum of roots. Personal bytes travel once in every round.
-    """
-    rounds = least(row.steps(n), row.steps(2) * log2(n))
-    nbytes = row.wire_bytes(2, b) * log2(n) if row.personal else row.wire_bytes(n, b)
-    latency, transfer = rounds * link.latency_us, nbytes * link.us_per_byte
-    return latency + transfer + 2 * sqrt(latency * transfer)
-
-
-def one_shot(row: Collective, n: Expr, b: Expr, link: Link) -> Expr:
-    """Everything goes to its place at once: one latency, the most bytes."""
-    nbytes = (row.one_shot_bytes or row.wire_bytes)(n, b)
-    return link.latency_us + (n - 2) * link.message_us + nbytes * link.us_per_byte
-
-
-ALGORITHMS: dict[str, Callable[[Collective, Expr, Expr, Link], Expr]] = {
-    "ring": ring,
-    "tree": tree,
-    "one-shot": one_shot,
-}
 
 
 def collective_us(
@@ -65,45 +40,88 @@ def collective_us(
     bytes: Expr,
     machine: Machine,
     ranks: Sequence[int] | None = None,
+    form: str | None = None,
 ) -> Expr:
-    """The time of a collective of ``bytes`` on n ranks, by the best algorithm.
+    """The time of a collective of ``bytes`` on n ranks, as the machine's library carries it out.
 
     ``ranks`` are the group's global ranks: they say on how many nodes it lies. Without them it
-    takes the first n. An expression if n or bytes is one.
+    takes the first n. ``form`` asks for another form than the machine's own. An expression if n or
+    bytes is one.
     """
     row = COLLECTIVES[op_row] if isinstance(op_row, str) else op_row
+    if form is not None:
+        machine = replace(machine, form=form)
     if row.steps(2) == 0 or (not is_symbolic(n) and n <= 1):
         return 0 * bytes  # a wait, or nobody to talk to
     if (known := _measured(row, n, bytes, machine)) is not None:
         return known
     if not is_symbolic(n):
-        return _formulas(row, n, bytes, machine, _per_node(n, machine, ranks))
+        return _priced(row, n, bytes, machine, _per_node(n, machine, ranks))
     size = machine.ranks_per_node
     return sympy.Piecewise(
         (0, sympy.Le(n, 1)),
-        (_formulas(row, n, bytes, machine, n), sympy.Le(n, size)),
-        (_formulas(row, n, bytes, machine, size), True),
+        (_priced(row, n, bytes, machine, n), sympy.Le(n, size)),
+        (_priced(row, n, bytes, machine, size), True),
     )
 
 
-def algorithms_us(
+def form_of(
     op_row: Collective | str,
-    n: Expr,
-    bytes: Expr,
+    n: int,
+    bytes: float,
     machine: Machine,
-    per_node: Expr,
-) -> dict[str, Expr]:
-    """The time of each algorithm, without the fixed cost of a collective."""
+    ranks: Sequence[int] | None = None,
+) -> str:
+    """The form that ``collective_us`` priced: "ring", "nvls", ..., "measured", "" if it is free.
+
+    >>> from fcoll import Machine
+    >>> form_of("all_reduce", 8, 1 << 30, Machine.of("h100"))
+    'nvls'
+    """
     row = COLLECTIVES[op_row] if isinstance(op_row, str) else op_row
-    links = machine.links(n, per_node, row.personal)
-    return {
-        name: formula(row, n, bytes, link)
-        for (name, formula), link in zip(ALGORITHMS.items(), links, strict=True)
-    }
+    if row.steps(2) == 0 or n <= 1:
+        return ""
+    if _measured(row, n, bytes, machine) is not None:
+        return "measured"
+    found = _candidates(row, n, bytes, machine, _per_node(n, machine, ranks))
+    return min(found, key=lambda form: float(found[form]))
 
 
-def _formulas(row: Collective, n: Expr, b: Expr, machine: Machine, per_node: Expr) -> Expr:
-    return machine.collective_us + least(*algorithms_us(row, n, b, machine, per_node).values())
+def times_by_form(
+    op_row: Collective | str,
+    n: int,
+    bytes: float,
+    machine: Machine,
+    ranks: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """The time of a collective by each form that the machine has for it, the fastest first.
+
+    >>> from fcoll import Machine
+    >>> next(iter(times_by_form("all_reduce", 8, 1 << 18, Machine.of("b300"))))
+    'one-shot'
+    """
+    row = COLLECTIVES[op_row] if isinstance(op_row, str) else op_row
+    if row.steps(2) == 0 or n <= 1:
+        return {}
+    found = forms_us(row, n, bytes, machine, _per_node(n, machine, ranks))
+    return dict(sorted(((k, float(v)) for k, v in found.items()), key=lambda item: item[1]))
+
+
+def _candidates(
+    row: Collective, n: Expr, b: Expr, machine: Machine, per_node: Expr
+) -> dict[str, Expr]:
+    """The forms among which the price is the least: those of the library, or what is asked for
+    where this collective has it."""
+    found = forms_us(row, n, b, machine, per_node)
+    if machine.form == "best":
+        return found
+    if machine.form in found:
+        return {machine.form: found[machine.form]}
+    return {form: found[form] for form in library_forms(row, n, machine, per_node)}
+
+
+def _priced(row: Collective, n: Expr, b: Expr, machine: Machine, per_node: Expr) -> Expr:
+    return least(*_candidates(row, n, b, machine, per_node).values())
 
 
 def _per_node(n: int, machine: Machine, ranks: Sequence[int] | None) -> Expr:
