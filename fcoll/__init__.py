@@ -16,6 +16,7 @@ from fcoll.report.world import WorldTimeline, timeline
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.registry import scheduler
+from fcoll.simulation.ranks import simulate_ranks
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -54,6 +55,7 @@ __all__ = [
     "register",
     "schedule",
     "scheduler",
+    "simulate_ranks",
     "symm_mem",
     "timeline",
     "trace",

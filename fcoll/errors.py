@@ -251,6 +251,44 @@ class BadSymmetricCall(FcollError, RuntimeError):
     )
 
 
+class RankFailed(FcollError, RuntimeError):
+    """A simulated rank raised. It is of the class of what was raised too, which is its cause."""
+
+    template = "rank {rank}: {what}"
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankFailed:
+        """The error of a rank; caught by whoever would catch the original."""
+        what = str(error)
+        kind = type(error).__name__
+        shown = what if what.startswith(f"{kind}:") else f"{kind}: {what}" if what else kind
+        made = _class_of_both(type(error))(f"rank {rank}: {shown}")
+        made.rank = rank
+        return made
+
+    def __str__(self) -> str:
+        return self.args[0]  # a KeyError would show its repr
+
+    def __reduce__(self) -> Any:
+        return RankFailed, self.args, {"rank": self.rank}
+
+
+def _class_of_both(kind: type[BaseException]) -> type[RankFailed]:
+    if issubclass(RankFailed, kind) or not issubclass(kind, Exception):
+        return RankFailed
+    try:
+        return type(RankFailed.__name__, (RankFailed, kind), {"__module__": __name__})
+    except TypeError:  # the two cannot be one, as with OSError
+        return RankFailed
+
+
+class RanksTimeout(FcollError, RuntimeError):
+    template = (
+        "the simulated ranks did not end in {seconds} s: {ranks} was running{at}. Pass a larger "
+        "timeout=, or look for a loop or a lock that the rank is in; its thread may go on."
+    )
+
+
 class UnknownMachine(FcollError):
     template = (
         "no machine {machine!r}{at}. Use one of {known}, a .toml file of your own (copy one of "

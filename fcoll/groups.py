@@ -59,6 +59,15 @@ class Group:
     def pg(self) -> dist.ProcessGroup:
         return _torch.resolve_process_group(self.name)
 
+    @property
+    def simulated(self) -> bool:
+        """Are its ranks threads of this process (fcoll/simulation)?"""
+        return is_simulated(self.pg)
+
+
+def is_simulated(pg: dist.ProcessGroup) -> bool:
+    return getattr(pg, "simulated", False)
+
 
 # name -> (weak reference to the group it was made from, Group). Weak, so that a destroyed group
 # goes away, and compared, because torch gives the names of destroyed groups to new ones.
@@ -189,6 +198,8 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if ranks in failed:
         message = f"the group {list(ranks)} was closed by an earlier error: {failed[ranks]}"
         raise GroupClosed(message=message)
+    if is_simulated(world):
+        return _torch.new_group(ranks, f"fcoll{list(ranks)}")
     # a new name each time: after a destroyed group of that name, gloo would find the old addresses
     name = f"fcoll{list(ranks)}#{_times_made[ranks] + 1}"
     store = _torch.group_store(world)

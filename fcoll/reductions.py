@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,14 +143,16 @@ def check_reduction(op: str, reduce_op: str, dtype: torch.dtype) -> None:
         raise WrongDtype(op=op, reduce_op=reduce_op, dtype=dtype, hint=_REASON[row.takes])
 
 
-def fold(row: Reduction, parts: Tensor) -> Tensor:
-    """Reduce the leading dimension in rank order; narrow floats accumulate in f32."""
-    dtype = parts.dtype
+def fold(row: Reduction, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """Reduce the leading dimension, or a list, in rank order; narrow floats accumulate in f32."""
+    dtype = parts[0].dtype
     if dtype == torch.uint64:
-        return _fold_uint64(row, parts)
-    total = functools.reduce(row.fold, parts.to(accumulator(dtype)).unbind())
+        return _fold_uint64(row, parts if isinstance(parts, Tensor) else torch.stack(list(parts)))
+    wide = accumulator(dtype)
+    each = parts.to(wide).unbind() if isinstance(parts, Tensor) else [x.to(wide) for x in parts]
+    total = functools.reduce(row.fold, each)
     if row.name == "avg":
-        total = total / parts.shape[0]
+        total = total / len(parts)
     return total.to(dtype)
 
 

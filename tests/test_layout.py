@@ -20,7 +20,7 @@ LAYERS = (
     ("transport",),
     ("table",),
     ("eager", "graph", "costs"),
-    ("functions", "tracing", "scheduling"),
+    ("functions", "tracing", "scheduling", "simulation"),
     ("compat", "dist", "symm_mem", "checking", "profiling", "report"),
     ("__init__",),
     ("cli",),  # and __main__, which is `python -m fcoll`

@@ -17,6 +17,7 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.table.signature import signed
 from fcoll.transport import shared_memory
+from fcoll.transport.protocol import running
 
 
 def run(row: Collective, args: tuple[Any, ...]) -> Any:
@@ -29,7 +30,6 @@ def run(row: Collective, args: tuple[Any, ...]) -> Any:
 def check_and_run(row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the Python kernel of a row does."""
     row.check(*args, **kwargs)
-    running = shared_memory.running
     before, running.signed = running.signed, lambda: signed(row, args, kwargs)
     try:
         return row.run(*args, **kwargs)

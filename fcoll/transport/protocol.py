@@ -7,10 +7,11 @@ that runs when the result is waited for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,18 @@ class Carrier(Protocol):
 
     def transfer(self, transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
         """Messages between pairs of ranks, all at once."""
+
+
+# -- what the ranks compare ---
+
+
+class Running(threading.local):
+    """The call that this thread carries out by primitives: ``signed()`` gives its signature."""
+
+    signed: Callable[[], Any] | None = None
+
+
+running = Running()
 
 
 # -- reductions that a carrier has not: gather what would be reduced, and fold it here ---

@@ -1,0 +1,1 @@
+"""N ranks in one process: as threads, exactly, or batched."""

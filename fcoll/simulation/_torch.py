@@ -1,0 +1,91 @@
+"""Private names of torch, and of Python's warnings, that simulated ranks need. Torch 2.13.0."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.c10d_logger as _logger
+import torch.distributed.device_mesh as device_mesh
+import torch.distributed.distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+TorchAsyncCollectiveTensor = torch.distributed._functional_collectives.AsyncCollectiveTensor
+
+c10d_logger = _logger
+
+#: Environment variables in which torchrun tells a process its rank.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK")
+
+# The C++ registries of groups and of outstanding work, by thread
+isolate_threads = torch._C._distributed_c10d._set_thread_isolation_mode
+unregister_all_groups = c10d._unregister_all_process_groups
+set_global_rank = torch._C._distributed_c10d._set_global_rank
+register_in_world = c10d._register_pg_in_world
+find_group = c10d._find_pg_by_ranks_and_tag
+BackendConfig = c10d.BackendConfig
+default_timeout = c10d._get_default_timeout
+PYTHON_WORLD = c10d._World
+
+#: The code of init_process_group itself, inside its decorators
+INIT_CODE = inspect.unwrap(c10d.init_process_group).__code__
+
+
+def forget_seen_warnings() -> None:
+    """After the filters have been replaced: Python keeps what it made of the old ones."""
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Does this thread run a backward?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
+    """Call it when the backward that runs has computed all gradients, in the order given."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Whatever modes this thread is in, they do not see what is done inside."""
+    if torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() == 0:
+        yield
+        return
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def has_no_data(x: torch.Tensor) -> bool:
+    return type(x) is FakeTensor or x.is_meta
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that c10d gets: a functional collective's complete result, not its wrapper."""
+    return x.trigger_wait() if isinstance(x, TorchAsyncCollectiveTensor) else x
+
+
+def waited_for(results: Any) -> Any:
+    """What a rank returns, complete."""
+    return tree_map_only(TorchAsyncCollectiveTensor, lambda x: x.wait(), results)
+
+
+#: Modules that have torch.distributed's names as their own
+_HOLDERS = (c10d, dist, device_mesh)
+
+
+def replaced(name: str) -> list[Any]:
+    """The modules that have this function of torch.distributed under its own name."""
+    original = getattr(c10d, name)
+    return [module for module in _HOLDERS if getattr(module, name, None) is original]
+
+
+def caller_is(code: Any, depth: int) -> bool:
+    return sys._getframe(depth + 1).f_code is code

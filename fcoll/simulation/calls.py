@@ -1,0 +1,48 @@
+"""A communicating call of one rank: how it compares with those of others, and how it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fcoll.simulation.moves import amount
+
+
+@dataclass(frozen=True)
+class Call:
+    """``facts`` are what all ranks of the group must agree on, ``signature`` what those must that
+    made the call by a row of fcoll's table: None in other calls."""
+
+    op: str
+    facts: tuple[str, ...]
+    group: str
+    line: str
+    signature: Any = None
+    peer: str = ""  # of a message: "to rank 3"
+
+    def agrees_with(self, other: Call) -> bool:
+        if self.op != other.op or self.facts != other.facts:
+            return False
+        mine, others = self.signature, other.signature
+        return mine is None or others is None or mine == others
+
+    @property
+    def shown(self) -> str:
+        """ "all_reduce(sum, 4 float32)" """
+        signature = f"; {self.signature[-1]}" if self.signature else ""
+        return f"{self.op}({', '.join(self.facts)}{signature}){self.peer and ' ' + self.peer}"
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        return f'{self.shown} on "{self.group}"{at}'
+
+
+def sizes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    return tuple(amount(x) for x in tensors)
+
+
+def dtypes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors))

@@ -1,0 +1,318 @@
+"""A process group of simulated ranks: torch.distributed's interface to a channel.
+
+Each rank has an object of its own; what they share is the channel. C++ (functional collectives,
+DDP's reducer) calls the methods that pybind lets Python override, torch.distributed calls them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll.errors import BadOutput, GroupDestroyed, MismatchedLists, NotInGroup
+from fcoll.reductions import PREMUL_SUM, parse, premul_factor
+from fcoll.simulation import _torch
+from fcoll.simulation.baton import Rank, this_rank
+from fcoll.simulation.calls import Call, dtypes, sizes
+from fcoll.simulation.channel import Channel
+from fcoll.simulation.mailbox import ANY, Mailbox, Message
+from fcoll.simulation.moves import Part
+from fcoll.simulation.work import SimulatedWork
+from fcoll.source import user_line
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """The group of ``channel`` as the rank ``owner`` sees it."""
+
+    simulated = True
+
+    def __init__(
+        self, owner: Rank, channel: Channel, mailbox: Mailbox, store: Any, backend: str, desc: str
+    ) -> None:
+        me = channel.ranks.index(owner.number)
+        super().__init__(me, channel.n)
+        self.owner, self.channel, self.mailbox = owner, channel, mailbox
+        self.me, self.n = me, channel.n
+        self.store, self.backend, self.desc = store, backend, desc
+        self.destroyed = False
+
+    # -- what c10d asks a group ---
+
+    def rank(self) -> int:
+        return self.me
+
+    def size(self) -> int:
+        return self.n
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return self.backend
+
+    def getBackendName(self) -> str:
+        return "simulated"  # C++ would look for a backend by the name of a real one
+
+    # C++ keeps names in backends, and this group has none; it asks by its own name for them
+
+    @property
+    def group_name(self) -> str:
+        return self.channel.name
+
+    @property
+    def group_desc(self) -> str:
+        return self.desc
+
+    def getGroupName(self) -> str:
+        return self.channel.name
+
+    def getGroupDesc(self) -> str:
+        return self.desc
+
+    def _set_group_name(self, name: str) -> None:
+        pass
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.channel.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        self.destroyed = True
+
+    abort = shutdown
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced: list[SimulatedWork] = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return None
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.channel.counts[self.me]
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup(rank {self.me} of {list(self.channel.ranks)})"
+
+    # -- calls ---
+
+    def start(
+        self,
+        op: str,
+        facts: Sequence[str],
+        part: Part,
+        signature: Any = None,
+    ) -> SimulatedWork:
+        """Bring this rank's part to the group's next collective."""
+        owner = self._check_owner(op)
+        call = Call(op, tuple(facts), self.channel.label, user_line() or "?", signature)
+        work = SimulatedWork(owner, call, part.outs)
+        owner.session.issue(work)
+        self.channel.join(self.me, work, part)
+        return work
+
+    def carry(self, op: str, facts: Sequence[str], signature: Any, **part: Any) -> SimulatedWork:
+        """A primitive of a call of fcoll's table (transport/threads.py)."""
+        made = Part(**part)
+        whole = op in ("all_reduce", "reduce", "broadcast")
+        facts = (*facts, *(sizes(made.ins) if whole else dtypes(made.ins)))
+        return self.start(op, facts, made, signature)
+
+    def message(self, sends: bool, buf: Tensor, peer: int, tag: int) -> SimulatedWork:
+        """Post one end of a message; ``peer`` is a rank of the group, or ANY."""
+        op = "send" if sends else "recv"
+        owner = self._check_owner(op)
+        who = "any rank" if peer == ANY else self.channel.rank_name(peer)
+        facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
+        where = f"{'to' if sends else 'from'} {who}"
+        call = Call(op, facts, self.channel.label, user_line() or "?", None, where)
+        work = SimulatedWork(owner, call, [buf])
+        owner.session.issue(work)
+        self.mailbox.post(Message(sends, self.me, peer, tag, buf, work))
+        return work
+
+    def _check_owner(self, op: str) -> Rank:
+        me = this_rank()
+        if me is not self.owner:
+            who = "a thread that is no rank" if me is None else f"rank {me.number}"
+            raise NotInGroup(rank=f"{who}, with rank {self.owner.number}'s object,", ranks=self)
+        if self.destroyed:
+            raise GroupDestroyed(op=op, group=self.channel.label)
+        return me
+
+    # -- collectives that reduce ---
+
+    def _reducing(self, op: str, ins: list, outs: list, opts: Any, facts: Any) -> SimulatedWork:
+        name = parse(op, opts.reduceOp)
+        factor = premul_factor(op, opts.reduceOp, None) if name == PREMUL_SUM else None
+        root = getattr(opts, "rootRank", -1) if op == "reduce" else -1
+        facts = (name, *((f"to rank {root}",) if op == "reduce" else ()), *facts)
+        return self.start(op, facts, Part(ins, outs, name, factor, root))
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        xs = _plain(tensors)
+        return self._reducing("all_reduce", xs, xs, opts or dist.AllreduceOptions(), sizes(xs))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        xs = _plain(tensors)
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._reducing("all_reduce_coalesced", xs, xs, opts, sizes(xs))
+
+    def reduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        xs = _plain(tensors)
+        return self._reducing("reduce", xs, xs, opts or dist.ReduceOptions(), sizes(xs))
+
+    def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        outs, ins = _plain(outs), [x for xs in ins for x in _plain(xs)]
+        _count("reduce_scatter", ins, len(outs) * self.n)
+        opts = opts or dist.ReduceScatterOptions()
+        return self._reducing("reduce_scatter", ins, outs, opts, dtypes(ins))
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        return self.reduce_scatter([out], [self._chunks("reduce_scatter", x, out)], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Any, ins: Any, opts: Any = None
+    ) -> SimulatedWork:
+        op, opts = "reduce_scatter_coalesced", opts or dist.ReduceScatterOptions()
+        parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, x, o)]
+        return self._reducing(op, parts, _plain(outs), opts, sizes(ins))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- collectives that move ---
+
+    def allgather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        ins, outs = _plain(ins), [x for xs in outs for x in _plain(xs)]
+        _count("all_gather", outs, len(ins) * self.n)
+        return self.start("all_gather", dtypes(ins), Part(ins, outs))
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+        return self.allgather([self._chunks("all_gather", out, x)], [x])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        op = "all_gather_coalesced"
+        parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, o, x)]
+        return self.start(op, sizes(ins), Part(_plain(ins), parts))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        """``outs[r]`` are where rank r's tensors go."""
+        ins = _plain(ins)
+        where = [outs[r][i] for i in range(len(ins)) for r in range(self.n)]
+        return self.start("all_gather_coalesced", sizes(ins), Part(ins, _plain(where)))
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        xs, root = _plain(tensors), 0 if opts is None else opts.rootRank
+        return self.start("broadcast", (f"from rank {root}", *sizes(xs)), Part(xs, xs, root=root))
+
+    def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        for xs in (outs, ins):
+            _count("all_to_all", xs, self.n)
+        return self.start("all_to_all", dtypes(ins), Part(_plain(ins), _plain(outs)))
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Any = None,
+        in_splits: Any = None,
+        opts: Any = None,
+    ) -> SimulatedWork:
+        ins, outs = self._split(x, in_splits, "input"), self._split(out, out_splits, "output")
+        return self.alltoall(outs, ins)
+
+    alltoall_base = all_to_all_single
+
+    def gather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        root = 0 if opts is None else opts.rootRank
+        where = _plain(outs[0]) if outs else []
+        if self.me == root:
+            _count("gather", where, self.n)
+        facts = f"to rank {root}", *dtypes(ins)
+        return self.start("gather", facts, Part(_plain(ins), where, root=root))
+
+    def scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+        root = 0 if opts is None else opts.rootRank
+        parts = _plain(ins[0]) if ins else []
+        if self.me == root:
+            _count("scatter", parts, self.n)
+        facts = f"from rank {root}", *dtypes(outs)
+        return self.start("scatter", facts, Part(parts, _plain(outs), root=root))
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        return self.start("barrier", (), Part())
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.start("monitored_barrier", (), Part()).wait()
+
+    # -- messages ---
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> SimulatedWork:
+        return self.message(True, _one("send", tensors), dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> SimulatedWork:
+        return self.message(False, _one("recv", tensors), src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        return self.message(False, _one("recv", tensors), ANY, tag)
+
+    # -- parts of one tensor ---
+
+    def _chunks(self, op: str, whole: Tensor, part: Tensor) -> list[Tensor]:
+        """The n equal parts of a tensor, as views."""
+        whole = _torch.plain(whole)
+        if whole.numel() != part.numel() * self.n or whole.dtype != part.dtype:
+            want = f"{self.n} x {part.numel()} elements of {part.dtype}"
+            raise BadOutput(op=op, got=f"{whole.numel()} of {whole.dtype}", want=want)
+        return list(whole.detach().view(-1).chunk(self.n)) if part.numel() else [part] * self.n
+
+    def _split(self, x: Tensor, splits: Any, which: str) -> list[Tensor]:
+        x = _torch.plain(x).detach()
+        rows = x.shape[0] if x.dim() else 0
+        if not splits:
+            if rows % self.n:
+                why = f"dim 0 of the {which} ({rows}) is not divisible by {self.n}"
+                raise MismatchedLists(op="all_to_all_single", why=why, hint="Give split sizes.")
+            splits = [rows // self.n] * self.n
+        if len(splits) != self.n or sum(splits) != rows:
+            why = (
+                f"the {which} splits {list(splits)} do not add up to {rows} rows for {self.n} ranks"
+            )
+            raise MismatchedLists(op="all_to_all_single", why=why, hint="Give one for each rank.")
+        return list(x.split(list(splits)))
+
+
+def _plain(tensors: Any) -> list[Tensor]:
+    return [_torch.plain(x) for x in tensors]
+
+
+def _count(op: str, tensors: Sequence[Tensor], want: int) -> None:
+    if len(tensors) != want:
+        why = f"there are {len(tensors)} tensors where {want} are needed"
+        raise MismatchedLists(op=op, why=why, hint="Give one for each rank of the group.")
+
+
+def _one(op: str, tensors: Any) -> Tensor:
+    _count(op, tensors, 1)
+    return _torch.plain(tensors[0])

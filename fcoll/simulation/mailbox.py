@@ -1,0 +1,140 @@
+"""Messages between two ranks of a group. A send is complete when its receive is: as on gloo, whose
+sends wait for the receiver, and on NCCL for all but small ones.
+
+Messages from one rank to another with one tag are received in the order in which they were sent;
+receives take them in the order in which they were posted. A receive from any rank takes what was
+sent first, unless interleavings are explored: then it waits until no rank can go on, so that all
+that could reach it are there, and each is tried (``pick``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fcoll.errors import CollectiveMismatch, FcollError, PeerDied
+from fcoll.simulation.channel import Channel, carry_out
+from fcoll.simulation.moves import Part, amount
+from fcoll.simulation.work import SimulatedWork
+
+ANY = -1
+
+
+@dataclass(eq=False)
+class Message:
+    """One end of a message: ``me`` and ``peer`` are ranks of the group."""
+
+    sends: bool
+    me: int
+    peer: int
+    tag: int
+    buf: Tensor
+    work: SimulatedWork
+    index: int = 0  # how many its sender sent to this receiver before
+    held: bool = False
+
+
+Pick = Callable[[Message, Sequence[Message]], Message]
+
+
+class Mailbox:
+    """The messages of a group that have one end only."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.sends: list[Message] = []
+        self.receives: list[Message] = []
+        self.counts: dict[tuple[int, int], int] = {}
+        self.pick: Pick | None = None
+
+    def post(self, message: Message) -> None:
+        message.work.missing_ranks = self._missing(message)
+        if self.channel.dead and message.peer in self.channel.dead:
+            self._fail(message, self._died(message.peer))
+            return
+        if message.sends:
+            key = message.me, message.peer
+            message.index = self.counts.get(key, 0)
+            self.counts[key] = message.index + 1
+        (self.sends if message.sends else self.receives).append(message)
+        self.match()
+
+    def match(self) -> None:
+        """Bring together what belongs together."""
+        again = True
+        while again:
+            again = False
+            for receive in list(self.receives):
+                candidates = self.candidates(receive)
+                if not candidates or (receive.peer == ANY and self.pick is not None):
+                    continue
+                self.meet(candidates[0], receive)
+                again = True
+
+    def candidates(self, receive: Message) -> list[Message]:
+        """The sends that the receive may take, in the order in which they were sent."""
+        for earlier in self.receives[: self.receives.index(receive)]:
+            if earlier.me == receive.me and earlier.tag == receive.tag and earlier.peer == ANY:
+                return []  # it may want the same
+        found: dict[int, Message] = {}
+        for send in self.sends:
+            fits = send.peer == receive.me and send.tag == receive.tag and not send.held
+            if fits and receive.peer in (ANY, send.me) and send.me not in found:
+                found[send.me] = send
+        return sorted(found.values(), key=lambda s: s.work.rank.clock)
+
+    def meet(self, send: Message, receive: Message) -> None:
+        self.sends.remove(send)
+        self.receives.remove(receive)
+        at = max(send.work.rank.clock, receive.work.rank.clock)
+        receive.work.source = send.me
+        failure = self._misfit(send, receive)
+        if failure is None:
+            carry_out("broadcast", [Part([send.buf], [send.buf], root=0), _into(receive.buf)])
+        send.work.complete(at, failure)
+        receive.work.complete(at, failure)
+
+    def die(self, number: int) -> None:
+        who = self.channel.ranks.index(number)
+        for message in [*self.sends, *self.receives]:
+            if message.me == who:
+                self._forget(message)
+            elif message.peer == who:
+                self._forget(message)
+                self._fail(message, self._died(who))
+
+    def _missing(self, message: Message) -> Callable[[], tuple[int, ...]]:
+        ranks = self.channel.ranks
+        if message.peer != ANY:
+            return lambda: (ranks[message.peer],)
+        return lambda: tuple(x for r, x in enumerate(ranks) if r != message.me)
+
+    def _misfit(self, send: Message, receive: Message) -> FcollError | None:
+        if send.buf.numel() == receive.buf.numel() and send.buf.dtype == receive.buf.dtype:
+            return None
+        name = self.channel.rank_name
+        message = (
+            f"{name(send.me)} sends {amount(send.buf)} to {name(receive.me)}, at "
+            f"{send.work.call.line}, which expects {amount(receive.buf)}, at "
+            f"{receive.work.call.line}"
+        )
+        made = CollectiveMismatch(message=message)
+        made.rank = send.me
+        return made
+
+    def _died(self, who: int) -> FcollError:
+        made = PeerDied(message=f'{self.channel.rank_name(who)} of "{self.channel.label}" died')
+        made.rank = who
+        return made
+
+    def _forget(self, message: Message) -> None:
+        (self.sends if message.sends else self.receives).remove(message)
+
+    def _fail(self, message: Message, failure: FcollError) -> None:
+        message.work.complete(message.work.rank.clock, failure)
+
+
+def _into(buf: Tensor) -> Part:
+    return Part([buf], [buf], root=0)

@@ -1,0 +1,85 @@
+"""What processes have of their own and threads share: changed whenever ranks take turns.
+
+Threads have a grad mode, autocast, default device and stacks of modes of their own already.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fcoll.simulation import _torch
+
+
+@dataclass(eq=False)
+class Settings:
+    """The settings of one rank, or of the caller of a simulation."""
+
+    rng: torch.Tensor
+    dtype: torch.dtype
+    filters: list[Any]  # of warnings
+    show_warning: Any
+    env: dict[str, str | None]
+    others: tuple[Any, ...] | None  # the states of `random` and of numpy.random, if they are kept
+
+    @classmethod
+    def now(cls, generators: bool = False) -> Settings:
+        """Those in force; ``generators``: also of ``random`` and numpy, which take 40 us a turn."""
+        return cls(
+            torch.default_generator.get_state(),
+            torch.get_default_dtype(),
+            warnings.filters,  # type: ignore[arg-type]
+            warnings.showwarning,
+            {name: os.environ.get(name) for name in _torch.RANK_VARIABLES},
+            _other_generators() if generators else None,
+        )
+
+    def for_rank(self, number: int) -> Settings:
+        """What a rank begins with: a copy of the caller's, as a forked process does."""
+        env: dict[str, str | None] = dict.fromkeys(_torch.RANK_VARIABLES, str(number))
+        filters = list(self.filters)
+        return Settings(self.rng, self.dtype, filters, self.show_warning, env, self.others)
+
+    def save(self) -> None:
+        """Keep what is in force now."""
+        self.rng = torch.default_generator.get_state()
+        self.dtype = torch.get_default_dtype()
+        self.filters = warnings.filters  # type: ignore[assignment]
+        self.show_warning = warnings.showwarning
+        if self.others is not None:
+            self.others = _other_generators()
+
+    def restore(self) -> None:
+        """Put it in force."""
+        torch.default_generator.set_state(self.rng)
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if warnings.filters is not self.filters:
+            warnings.filters = self.filters
+            _torch.forget_seen_warnings()
+        warnings.showwarning = self.show_warning
+        for name, value in self.env.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if self.others is not None:
+            random.setstate(self.others[0])
+            if self.others[1] is not None:
+                _numpy().set_state(self.others[1])
+
+
+def _numpy() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
+
+
+def _other_generators() -> tuple[Any, ...]:
+    numpy = _numpy()
+    return random.getstate(), None if numpy is None else numpy.get_state()

@@ -1,0 +1,142 @@
+"""The handle of a simulated call: complete once the call has been carried out for all its ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll.errors import FcollError
+from fcoll.simulation import _torch
+from fcoll.simulation.baton import Rank, this_rank
+
+
+class SimulatedWork(dist.Work):
+    """What a rank waits for, and can say so (``Awaited``)."""
+
+    def __init__(self, rank: Rank, call: Any, outs: Any) -> None:
+        super().__init__()
+        self.rank = rank
+        self.call = call  # calls.Call
+        self.outs = outs
+        self.done = False
+        self.failure: FcollError | None = None
+        self.source = -1
+        self.asked = False  # did anyone wait for it, or look?
+        self.done_at = 0.0
+        self.missing_ranks: Any = ()
+        self.future: Any = None
+
+    # -- what the simulation calls ---
+
+    def complete(self, at: float, failure: FcollError | None = None) -> None:
+        self.done, self.done_at, self.failure = True, at, failure
+        if self.future is not None:
+            self._settle_future()
+        self.rank.baton.wake(self.rank)
+
+    def ready(self) -> bool:
+        return self.done
+
+    def missing(self) -> tuple[int, ...]:
+        found = self.missing_ranks
+        return tuple(found() if callable(found) else found)
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+    # -- torch's interface ---
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.asked = True
+        if not self.done:
+            me = self.rank if this_rank() is self.rank else _foreign(self)
+            me.wait_for(self)
+        rank = self.rank
+        if self.done_at > rank.clock:
+            rank.clock = self.done_at
+        if self.failure is not None:
+            raise _again(self.failure)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        self.asked = True
+        if not self.done:
+            self.rank.session.poll(self.rank, self)
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.failure is None
+
+    def exception(self) -> Any:
+        return self.failure
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return list(self.outs)
+
+    def source_rank(self) -> int:
+        self.wait()
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """In a backward (DDP's reducer) C++ waits for it when all gradients are there: a callback
+        ahead of that wait lets the other ranks run. Elsewhere Python's ``wait`` does."""
+        self.asked = True
+        if self.future is None:
+            self.future = _Future(self)
+            if self.done:
+                self._settle_future()
+            elif _torch.in_backward():
+                _torch.after_backward(self.wait)
+        return self.future
+
+    def _settle_future(self) -> None:
+        if self.failure is None:
+            self.future.set_result(list(self.outs))
+        else:
+            self.future.set_exception(self.failure)
+
+
+class _Future(torch.futures.Future):
+    """A future whose wait lets other ranks run."""
+
+    def __init__(self, work: SimulatedWork) -> None:
+        super().__init__()
+        self.work = work
+
+    def wait(self) -> Any:
+        self.work.wait()
+        return super().wait()
+
+    def value(self) -> Any:
+        self.work.wait()
+        return super().value()
+
+
+def _again(error: FcollError) -> FcollError:
+    """The error as a new object: each rank and each wait has a traceback of its own."""
+    made = type(error)(*error.args)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def _foreign(work: SimulatedWork) -> Rank:
+    me = this_rank()
+    if me is None:
+        raise RuntimeError(
+            f"rank {work.rank.number}'s {work.call} is waited for in a thread that "
+            "simulate_ranks did not start: wait for it where it was issued"
+        )
+    return me

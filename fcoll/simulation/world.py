@@ -1,0 +1,363 @@
+"""torch.distributed for simulated ranks: what a rank's thread sees is its own rank's world.
+
+While a simulation runs, a few names of torch.distributed are replaced by ones that look whose
+thread asks. Other threads get what they got before, and when the last simulation ends everything
+is put back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fcoll.errors import BadOption
+from fcoll.simulation import _torch
+from fcoll.simulation.baton import this_rank
+from fcoll.simulation.group import SimulatedGroup
+from fcoll.simulation.moves import Part
+
+PREFIX = "simulated_"  # of groups' names: they are not those of real groups
+
+
+class RankWorld(_torch.PYTHON_WORLD):  # type: ignore[misc, name-defined]
+    """The groups of one rank. The world is there from the start: ``implied`` until the program
+    makes it itself by init_process_group."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    pg_coalesce_state: Any = None
+    comms: Any = None
+    group_count: Any = 0
+
+    def __init__(self) -> None:
+        for name in _DICTS:
+            setattr(self, name, {})
+        self.comms = []
+        self.group_count = 0
+        self.implied = False
+        self.inits = 0
+        self._default: SimulatedGroup | None = None
+
+    @property
+    def default_pg(self) -> Any:
+        # init_process_group asks whether there is a world already: one that is implied gives way
+        if self.implied and _torch.caller_is(_torch.INIT_CODE, 3):
+            self.implied = False
+            dist.destroy_process_group()
+        return self._default
+
+    @default_pg.setter
+    def default_pg(self, pg: Any) -> None:
+        self._default = pg
+
+
+_DICTS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+    "pg_coalesce_state",
+)
+
+
+class Worlds:
+    """Stands for c10d's world: that of the rank whose thread asks, or the process's own."""
+
+    def __init__(self, own: Any) -> None:
+        object.__setattr__(self, "own", own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine(), name, value)
+
+    def _mine(self) -> Any:
+        me = this_rank()
+        return object.__getattribute__(self, "own") if me is None else me.world
+
+
+def _by_rank(module: Any, name: str, of_ranks: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is ``of_ranks(original, *args)`` on simulated ranks."""
+    original = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if this_rank() is None:
+            return original(*args, **kwargs)
+        return of_ranks(original, *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+# -- what ranks get instead ---
+
+
+def _rendezvous(
+    original: Any, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+) -> Iterator[Any]:
+    me = this_rank()
+    assert me is not None
+    _check_place(rank, world_size)
+    yield me.session.store(url, me.world.inits), me.number, me.session.n
+
+
+def _check_place(rank: int, world_size: int) -> None:
+    me = this_rank()
+    assert me is not None
+    for arg, given, own in (("rank", rank, me.number), ("world_size", world_size, me.session.n)):
+        if given not in (-1, own):
+            raise BadOption(op="init_process_group", arg=arg, value=given, known=f"{own}, or none")
+
+
+def _default_timeout(original: Any, backend: Any) -> timedelta:
+    """torch warns where it was built without the backend, which does not matter here."""
+    return dist.constants.default_pg_timeout
+
+
+def _log_entry(original: Any, func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What torch logs of a call: its own asks NCCL for its version, which need not be there."""
+    return {"func_name": func_name}
+
+
+def _group_name(original: Any, ranks: Any, use_hashed_name: bool) -> Any:
+    return type(name := original(ranks, use_hashed_name))(PREFIX + name)
+
+
+def _new_group(
+    original: Any,
+    group_size: int,
+    group_rank: int,
+    global_ranks_in_group: Any,
+    backend: Any,
+    store: Any,
+    group_name: str,
+    backend_options: Any = None,
+    timeout: timedelta | None = None,
+    pg_tag: str | None = None,
+    device_id: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, Any]:
+    """What c10d makes every group by; members wait for one another, as gloo's do."""
+    me = this_rank()
+    assert me is not None
+    ranks = tuple(global_ranks_in_group)
+    if not ranks:
+        _check_place(group_rank, group_size)
+        me.world.inits += 1
+    if pg_tag and (existing := _torch.find_group(pg_tag, list(ranks))):
+        return existing, me.world.pg_map[existing][1]
+    if ranks and me.number not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER, None
+    pg = make_group(
+        group_name,
+        ranks or tuple(range(me.session.n)),
+        group_desc or "undefined",
+        backend,
+        store,
+        timeout,
+    )
+    pg.start("new_group" if ranks else "init_process_group", (), Part()).wait()
+    tags = {"pg_tag": f"user:{pg_tag}"} if pg_tag else {"add_to_default_tag": True}
+    _register(pg, backend, **tags)
+    return pg, pg.store
+
+
+def make_group(
+    name: str, ranks: tuple[int, ...], desc: str, backend: str, store: Any, timeout: Any = None
+) -> SimulatedGroup:
+    me = this_rank()
+    assert me is not None
+    channel, mailbox = me.session.channel(me, name, _label(desc, name, ranks), ranks, timeout)
+    prefixed = dist.PrefixStore(f"{name}/", store)
+    return SimulatedGroup(me, channel, mailbox, prefixed, str(backend), desc)
+
+
+def _label(desc: str, name: str, ranks: tuple[int, ...]) -> str:
+    if desc == "default_pg":
+        return "world"
+    return str(list(ranks)) if desc == "undefined" else desc.removeprefix("mesh_")
+
+
+def _register(pg: SimulatedGroup, backend: str, **tags: Any) -> None:
+    config = str(_torch.BackendConfig(dist.Backend(backend)))
+    _torch.register_in_world(
+        pg,
+        backend_name=backend,
+        store=pg.store,
+        group_name=pg.group_name,
+        backend_config=config,
+        **tags,
+    )
+
+
+def begin_world(backend: str) -> None:
+    """Give this thread's rank a world, as if init_process_group had been called."""
+    me = this_rank()
+    assert me is not None
+    world = me.world = RankWorld()
+    name = _torch.c10d._process_group_name([], use_hashed_name=False)
+    ranks = tuple(range(me.session.n))
+    store = dist.PrefixStore("default_pg", me.session.store("implied", 0))
+    pg = make_group(name, ranks, "default_pg", backend, store)
+    _register(pg, backend, rank_mapping={r: r for r in ranks}, add_to_default_tag=True)
+    world.default_pg = pg
+    world.implied = True
+
+
+def end_world() -> None:
+    """Let go of what this thread's rank has made."""
+    me = this_rank()
+    if me is None or me.world is None:
+        return
+    for pg in list(me.world.pg_names):
+        pg.shutdown()
+    _torch.unregister_all_groups()
+    me.world = RankWorld()
+
+
+def _split_group(
+    original: Any,
+    parent_pg: Any = None,
+    split_ranks: Any = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> Any:
+    """torch's wants an accelerator; ``split_ranks`` are ranks of the parent."""
+    me = this_rank()
+    assert me is not None
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    parent = parent_pg or dist.group.WORLD
+    mine = [sorted(ranks) for ranks in split_ranks if parent.me in ranks]
+    parent.start("split_group", (str([list(r) for r in split_ranks]),), Part()).wait()
+    if not mine:
+        return None
+    ranks = tuple(parent.channel.ranks[r] for r in mine[0])
+    # not torch's name, which counts the groups that this rank is in
+    name = f"{parent.group_name}:split{parent.channel.counts[parent.me]}:{mine[0]}"
+    desc = group_desc or f"{parent.group_desc}:split"
+    kind, store = me.world.pg_map[parent]
+    pg = make_group(name, ranks, desc, backend or kind, store, timeout)
+    _register(pg, backend or kind, rank_mapping={x: i for i, x in enumerate(ranks)})
+    return pg
+
+
+def _backend_of_mesh(original: Any, *args: Any, **kwargs: Any) -> str:
+    """DeviceMesh tells meshes of threads apart by the name of torch's own threaded backend."""
+    return (
+        "threaded" if sys._getframe(2).f_code.co_name == "__init__" else original(*args, **kwargs)
+    )
+
+
+def _store_class(original: Any) -> Any:
+    """torch's class of stores, which makes one that ranks can wait in on simulated ranks."""
+
+    class Meta(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            me = this_rank()
+            if me is None:
+                return original(*args, **kwargs)
+            return me.session.store(f"{original.__name__}{args[:2]}", 0)
+
+        def __instancecheck__(cls, x: Any) -> bool:
+            return isinstance(x, original)
+
+    return Meta(original.__name__, (original,), {})
+
+
+# -- in and out of force ---
+
+_lock = threading.Lock()
+_users = 0
+_undo: list[Callable[[], None]] = []
+
+
+@contextmanager
+def in_force() -> Iterator[None]:
+    """torch.distributed serves simulated ranks inside; all is as before when the last has left."""
+    global _users
+    with _lock:
+        if _users == 0:
+            _install()
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                while _undo:
+                    _undo.pop()()
+
+
+def _install() -> None:
+    c10d = _torch.c10d
+    _replace(c10d, "_world", Worlds(c10d._world))
+    for name, of_ranks in (
+        ("rendezvous", _rendezvous),
+        ("_process_group_name", _group_name),
+        ("_new_process_group_helper", _new_group),
+        ("split_group", _split_group),
+        ("_get_default_timeout", _default_timeout),
+    ):
+        made = _by_rank(c10d, name, of_ranks)
+        for module in _torch.replaced(name):
+            _replace(module, name, made)
+    for module, name, entry in (
+        (_torch.device_mesh, "get_backend", _backend_of_mesh),
+        (_torch.c10d_logger, "_get_msg_dict", _log_entry),
+    ):
+        _replace(module, name, _by_rank(module, name, entry))
+    for name in ("TCPStore", "FileStore", "HashStore"):
+        _replace(dist, name, _store_class(getattr(dist, name)))
+    for name in ("_backend", "_default_pg_init_method"):  # init_process_group writes these
+        _replace(c10d, name, getattr(c10d, name))
+    _replace(sys, "excepthook", sys.excepthook)
+    _torch.isolate_threads(True)
+    _undo.append(lambda: _torch.isolate_threads(False))
+    before = dist.get_rank() if dist.is_initialized() else -1
+    _undo.append(lambda: _torch.set_global_rank(before))
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    before = getattr(module, name)
+    _undo.append(lambda: setattr(module, name, before))
+    setattr(module, name, value)
+
+
+@contextmanager
+def environment(world_size: int) -> Iterator[None]:
+    """The variables by which torchrun tells of the world; those of a rank are in its Settings."""
+    given = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
