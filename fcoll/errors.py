@@ -254,7 +254,7 @@ class BadSymmetricCall(FcollError, RuntimeError):
 class RankFailed(FcollError, RuntimeError):
     """A simulated rank raised. It is of the class of what was raised too, which is its cause."""
 
-    template = "rank {rank}: {what}"
+    template = "{message}"
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailed:
