@@ -23,6 +23,8 @@ from fcoll.table.row import Collective
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.trace import Trace, trace
 from fcoll.tracing.values import assume
+from fcoll.training.logger import Logger
+from fcoll.training.reducer import Reducer
 
 _torch.no_guards_on_globals_of(__name__)
 
@@ -38,9 +40,11 @@ __all__ = [
     "Group",
     "GroupLike",
     "Issued",
+    "Logger",
     "Machine",
     "Plan",
     "Profile",
+    "Reducer",
     "Trace",
     "WorldTimeline",
     "accelerate_c10d",

@@ -366,6 +366,40 @@ class BadPlanFile(FcollError):
     template = "cannot read the plan {path}: {why}{at}. Write one with plan.save({path!r})."
 
 
+# -- gradient buckets: RuntimeErrors too, as those of torch's reducer ---
+
+
+class BadBuckets(FcollError, RuntimeError):
+    template = "no such gradient buckets{at}: {why}. {hint}"
+
+
+class BadGradient(FcollError, RuntimeError):
+    template = "a gradient cannot be reduced{at}: Expected {want}, got {got}. {hint}"
+
+
+class ReductionUnfinished(FcollError, RuntimeError):
+    """Some parameters got no gradient in the last backward pass: ``parameters`` are their names."""
+
+    template = "{message}"
+    parameters: tuple[str, ...] = ()
+
+
+class ReadyTwice(FcollError, RuntimeError):
+    template = "{message}"
+
+
+class GraphChanged(FcollError, RuntimeError):
+    template = "{message}"
+
+
+class BadCommHook(FcollError, RuntimeError):
+    template = "{why}{at}. {hint}"
+
+
+class ParametersDiffer(FcollError, RuntimeError):
+    template = "{message}{at}. Build the same model on all ranks, with its parameters in one order."
+
+
 _NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")
 
 

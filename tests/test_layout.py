@@ -21,7 +21,7 @@ LAYERS = (
     ("table",),
     ("eager", "graph", "costs"),
     ("functions", "tracing", "scheduling", "simulation"),
-    ("compat", "dist", "symm_mem", "checking", "profiling", "report"),
+    ("compat", "dist", "symm_mem", "checking", "profiling", "report", "training"),
     ("__init__",),
     ("cli",),  # and __main__, which is `python -m fcoll`
 )

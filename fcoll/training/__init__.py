@@ -1,0 +1,1 @@
+"""Data parallel training: gradients in buckets, reduced while the backward pass runs."""

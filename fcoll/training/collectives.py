@@ -1,0 +1,69 @@
+"""The collectives that a reducer issues: fcoll's on groups that it knows, else the group's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll import functions
+from fcoll.eager import direct
+from fcoll.eager.door import start
+from fcoll.groups import by_name
+from fcoll.training import _torch
+from fcoll.transport import shared_memory
+from fcoll.transport.carriers import carrier_of
+
+# Shared memory publishes messages up to here and reads its peers' when they are waited for; larger
+# ones are complete when the call returns, and in place they need no memory for the result.
+PUBLISHED = 1 << 20
+
+
+class Started:
+    """A reduction under way. ``wait`` gives its result, which is in the tensor it was called on."""
+
+    def __init__(self, x: Tensor, result: Tensor | None = None, work: dist.Work | None = None):
+        self.x, self.result, self.work = x, result, work
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        elif self.result is not None:
+            done = functions.wait_tensor(self.result)
+            if done.data_ptr() != self.x.data_ptr():
+                self.x.copy_(done)
+        self.result = self.work = None
+        return self.x
+
+
+class Collectives:
+    """On one process group; ``name`` is None for a group that torch does not know by name."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self.pg = pg
+        self.name = _torch.group_name_of(pg)
+        self.n, self.rank = pg.size(), pg.rank()
+
+    def sum_(self, x: Tensor) -> Started:
+        """Start to add x up over the group, in place."""
+        if x.is_sparse or self.name is None:
+            wire = torch.view_as_real(x) if x.is_complex() and not x.is_sparse else x
+            return Started(x, work=self.pg.allreduce([wire]))
+        if self._published(x):
+            return Started(x, functions.all_reduce(x, "sum", self.name))
+        return Started(x, start("all_reduce_", x, "sum", self.name))
+
+    def _published(self, x: Tensor) -> bool:
+        small = 0 < x.numel() * x.element_size() <= PUBLISHED
+        return small and carrier_of(by_name(self.name or ""), x.device) is shared_memory
+
+    def sum_by_group_(self, x: Tensor) -> Started:
+        """Like sum_, by the process group: ranks that have joined call that one directly."""
+        return Started(x, work=self.pg.allreduce([x]))
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
+        """Copy x from a rank of the group to all."""
+        if self.name is None:
+            self.pg.broadcast([x], src).wait()
+            return x
+        return direct.wait(start("broadcast_", x, src, self.name))

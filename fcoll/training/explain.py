@@ -1,0 +1,148 @@
+"""What went wrong in a backward pass, with the parameters by name.
+
+The first sentences are those of torch's reducer, which programs and tests look for; what follows
+them says which parameters and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+FINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+SHOWN = 8  # modules or parameters that a sentence lists
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a reduction that did not finish."""
+
+    rank: int
+    missing: Sequence[int]  # parameters without a gradient
+    names: Sequence[str]
+    finds_unused: bool
+    static_graph: bool
+    backwards: int  # backward passes since the forward pass
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of them.
+
+    >>> from fcoll.training.explain import listed
+    >>> listed(["a", "b"]), listed(map(str, range(10)))
+    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
+    all_ = list(names)
+    rest = len(all_) - SHOWN
+    return ", ".join(all_[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """The modules that parameters are in, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[0] or "the module itself" for name in names))
+
+
+def unfinished(facts: Facts) -> str:
+    """Some parameters had no gradient when the next iteration began."""
+    text = FINISHED
+    if facts.static_graph:
+        text += (
+            "This error indicates that your training graph has changed in this iteration, e.g., "
+            "one parameter is used in first iteration, but then got unused in the second "
+            "iteration. this is not compatible with static_graph set to True."
+        )
+        return f"{text}\n{_indices(facts)}\n{_names(facts)}\n{_cause(facts)}"
+    text += (
+        "This error indicates that your module has parameters that were not used in producing "
+        "loss. "
+    )
+    if facts.finds_unused:
+        text += (
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all "
+            "`forward` outputs participate in computing loss. You can fix this by making sure all "
+            "`forward` function outputs participate in calculating loss. "
+        )
+    else:
+        text += (
+            "You can enable unused parameter detection by passing the keyword argument "
+            "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by "
+            "making sure all `forward` function outputs participate in calculating loss. "
+        )
+    text += f"\n{_names(facts)}\n{_indices(facts)}\n{_cause(facts)}"
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        text += (
+            "\nFor what each rank did, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
+            "either INFO or DETAIL."
+        )
+    return text
+
+
+def _indices(facts: Facts) -> str:
+    indices = " ".join(map(str, facts.missing))
+    return f"Parameter indices which did not receive grad for rank {facts.rank}: {indices}"
+
+
+def _names(facts: Facts) -> str:
+    names = ", ".join(facts.names[i] for i in facts.missing)
+    return f"Parameters which did not receive grad for rank {facts.rank}: {names}"
+
+
+def _cause(facts: Facts) -> str:
+    modules = listed(modules_of(facts.names[i] for i in facts.missing))
+    if not facts.backwards:
+        why = "no backward pass ran through the module after its last forward pass"
+    elif len(facts.missing) == len(facts.names):
+        why = "the backward pass reached none of the parameters: was the output detached?"
+    elif facts.finds_unused:
+        why = f"an output that goes through {modules} was returned and not used in the loss"
+    else:
+        why = (
+            f"the forward pass skipped {modules}, or what came out was not used in the loss or "
+            "was detached"
+        )
+    return f"Likely cause: {why}."
+
+
+def ready_twice(index: int, name: str, first: str, now: str, marked_unused: bool) -> str:
+    """A parameter's gradient was computed twice in one iteration."""
+    text = (
+        "Expected to mark a variable ready only once. This error is caused by one of the following "
+        "reasons: 1) Use of a module parameter outside the `forward` function. Please make sure "
+        "model parameters are not shared across multiple concurrent forward-backward passes. or "
+        "try to use _set_static_graph() as a workaround if this module graph does not change "
+        "during training loop.2) Reused parameters in multiple reentrant backward passes. For "
+        "example, if you use multiple `checkpoint` functions to wrap the same part of your model, "
+        "it would result in the same set of parameters been used by different reentrant backward "
+        "passes multiple times, and hence marking a variable ready multiple times. You can try to "
+        "use _set_static_graph() as a workaround if your module graph does not change over "
+        "iterations."
+    )
+    if marked_unused:
+        text += (
+            "3) Incorrect unused parameter detection. The parameter was not in the graph of the "
+            "module's outputs, and then got a gradient: pass find_unused_parameters=False, or "
+            "static_graph=True."
+        )
+    return (
+        f"{text}\nParameter at index {index} with name {name} has been marked as ready twice. This "
+        "means that multiple autograd engine  hooks have fired for this particular parameter "
+        f"during this iteration. First at {first}, then at {now}."
+    )
+
+
+def graph_changed(index: int, name: str, expected: int) -> str:
+    """In a static graph a parameter got more gradients than in the first iteration."""
+    then = "was unused" if not expected else f"got {expected} gradient{'s' * (expected > 1)}"
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "iteration, but then got used in the second iteration. this is not compatible with "
+        f"static_graph set to True.\nParameter {name} (index {index}) {then} in the first "
+        "iteration and got one more now."
+    )
+
+
+def of_bucket(index: int, count: int, names: Sequence[str]) -> str:
+    """What was being reduced when it failed."""
+    return f"It was bucket {index} of {count}, with the gradients of {listed(names)}"

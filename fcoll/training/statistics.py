@@ -1,0 +1,62 @@
+"""When things happened in the iterations that are looked at: the first ten, then some."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+SAMPLE_RATE = 100  # of later iterations, one in so many
+ALWAYS = 10  # the first iterations
+
+
+@dataclass
+class Times:
+    """Times in ns of one iteration, -1 where it did not come to that."""
+
+    forward_start: int = -1
+    backward_start: int = -1
+    backward_end: int = -1  # of computing
+    comm_start: int = -1
+    comm_end: int = -1
+
+
+@dataclass
+class Statistics:
+    """What a reducer has seen so far."""
+
+    parameters: int
+    rate: int = SAMPLE_RATE
+    iteration: int = 0
+    times: Times = field(default_factory=Times)
+    ready_ns: list[int] = field(default_factory=list)  # a parameter's gradient, from the backward's
+    ready_order: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ready_ns = [0] * self.parameters
+
+    @property
+    def sampled(self) -> bool:
+        """Is this iteration looked at?"""
+        i = self.iteration
+        return i > 0 and (i <= ALWAYS or i % self.rate == 0)
+
+    def forward(self) -> None:
+        self.iteration += 1
+        if self.sampled:
+            self.times.forward_start = time.time_ns()
+
+    def backward(self) -> None:
+        if self.sampled:
+            self.times.backward_start = time.time_ns()
+
+    def computed(self) -> None:
+        if self.sampled:
+            self.times.backward_end = time.time_ns()
+
+    def sends(self) -> None:
+        if self.sampled:
+            self.times.comm_start = time.time_ns()
+
+    def received(self) -> None:
+        if self.sampled:
+            self.times.comm_end = time.time_ns()

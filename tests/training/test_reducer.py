@@ -1,0 +1,197 @@
+"""The reducer by itself: buckets as torch makes them, torch's calls and its errors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fcoll
+from fcoll.errors import BadBuckets, BadCommHook, GraphChanged, ReadyTwice, ReductionUnfinished
+from fcoll.training.assignment import compute_bucket_assignment_by_size
+
+SIZES = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64]), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(SIZES, st.lists(st.integers(1, 400), min_size=1, max_size=3), st.booleans())
+@settings(max_examples=200)
+def test_buckets_are_torchs(sizes, caps, some_sparse):
+    tensors = [torch.empty(n, dtype=dtype) for n, dtype, _ in sizes]
+    sparse = [s for *_, s in sizes] if some_sparse else []
+    theirs = dist._compute_bucket_assignment_by_size(tensors, caps, sparse)
+    assert compute_bucket_assignment_by_size(tensors, caps, sparse) == theirs
+
+
+@given(SIZES, st.integers(1, 400))
+def test_buckets_in_ready_order_leave_in_their_order(sizes, cap):
+    tensors = [torch.empty(n, dtype=dtype) for n, dtype, _ in sizes]
+    order = list(range(len(sizes)))[::-1]
+    buckets, caps = compute_bucket_assignment_by_size(tensors, [cap], [], order)
+    assert sorted(i for b in buckets for i in b) == sorted(order) and len(caps) == len(buckets)
+    last = [max(order.index(i) for i in b) for b in buckets]
+    assert last == sorted(last)
+
+
+def reducer_of(model: nn.Module, **options) -> fcoll.Reducer:
+    params = list(model.parameters())
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    whole = [list(range(len(params)))]
+    return fcoll.Reducer(
+        params, whole, [1 << 20], dist.group.WORLD, param_to_name_mapping=names, **options
+    )
+
+
+def iterate(reducer: fcoll.Reducer, forward) -> None:
+    reducer.prepare_for_forward()
+    reducer.rebuild_buckets()
+    loss = forward()
+    reducer.prepare_for_backward([loss])
+    loss.backward()
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, both=True):
+        return (self.b(self.a(x)) if both else self.a(x)).sum()
+
+
+X = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    "buckets, why",
+    [
+        ([[]], "Empty bucket specified"),
+        ([[0, 1]], "must have the same dtype"),
+        ([[0], [7]], "Out of range variable index"),
+    ],
+)
+def test_bad_buckets_are_torchs_errors(solo, buckets, why):
+    params = [torch.ones(2, requires_grad=True), torch.ones(2).double().requires_grad_()]
+    for kind in (dist.Reducer, fcoll.Reducer):
+        with pytest.raises(RuntimeError, match=why):
+            kind(params, buckets, [1], dist.group.WORLD)
+    with pytest.raises(BadBuckets, match="at least one parameter"):
+        fcoll.Reducer([], [], [], dist.group.WORLD)
+
+
+def test_an_unused_parameter_is_named(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    iterate(reducer, lambda: model(X, both=False))
+    with pytest.raises(ReductionUnfinished) as raised:
+        iterate(reducer, lambda: model(X))
+    text = str(raised.value)
+    assert raised.value.parameters == ("b.weight", "b.bias")
+    assert "Expected to have finished reduction in the prior iteration" in text
+    assert "`find_unused_parameters=True`" in text and "skipped b, or" in text
+    assert "Parameters which did not receive grad for rank 0: b.weight, b.bias" in text
+    assert "Parameter indices which did not receive grad for rank 0: 2 3" in text
+    reducer.reset_state()  # and it can go on
+    iterate(reducer, lambda: model(X))
+    assert model.b.weight.grad is not None
+
+
+def test_ready_twice_names_both_backward_calls(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    reducer.prepare_for_forward()
+    a, b = model.a(X).sum(), model.a(X * 2).sum()
+    reducer.prepare_for_backward([a, b])
+    a.backward()  # first
+    with pytest.raises(ReadyTwice) as raised:
+        b.backward()  # then
+    text = str(raised.value)
+    line = test_ready_twice_names_both_backward_calls.__code__.co_firstlineno
+    assert f"test_reducer.py:{line + 6}, then at tests" in text.replace("First at", "")
+    assert f"test_reducer.py:{line + 8}." in text and "with name a.bias" in text
+    assert "Expected to mark a variable ready only once" in text
+
+
+def test_a_static_graph_that_changes_says_how(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    reducer.set_static_graph()
+
+    def first():
+        reducer.prepare_for_forward()
+        loss = model(X, both=False)
+        reducer.prepare_for_backward([])
+        loss.backward()
+        reducer.delay_all_reduce()
+
+    first()
+    assert model.b.weight.grad is None  # nobody used it
+    with pytest.raises(GraphChanged, match=r"Parameter b.\w+ .* was unused in the first iteration"):
+        iterate(reducer, lambda: model(X))
+    with pytest.raises(GraphChanged, match="before training loop starts"):
+        reducer.set_static_graph()
+
+
+def test_a_hook_is_checked(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    with pytest.raises(BadCommHook, match="is a function"):
+        reducer.register_comm_hook(None, 3)
+    reducer.register_comm_hook(None, lambda state, bucket: 1)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        reducer.register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(RuntimeError, match=r"must return a torch.futures.Future object, but got"):
+        iterate(reducer, lambda: model(X))
+
+
+def test_hooks_go_with_the_reducer(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    iterate(reducer, lambda: model(X))
+    gone = weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    assert gone() is None
+    model(X, both=False).backward()  # nobody listens
+    again = reducer_of(model)
+    iterate(again, lambda: model(X))
+
+
+def test_what_a_hook_sees(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(bucket)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * state)
+        return future
+
+    reducer.register_comm_hook(3.0, hook)
+    iterate(reducer, lambda: model(X))
+    (bucket,) = seen
+    assert isinstance(bucket, dist.GradBucket) and bucket.index() == 0 and bucket.is_last()
+    assert [g.shape for g in bucket.gradients()] == [p.shape for p in model.parameters()]
+    assert all(a is b for a, b in zip(bucket.parameters(), model.parameters(), strict=True))
+    assert torch.equal(model.b.bias.grad, torch.full((2,), 9.0))
+    assert reducer.get_backward_stats()[3] > 0
+
+
+def test_buckets_are_rebuilt_in_the_order_of_gradients(solo):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    reducer = reducer_of(model, first_bucket_bytes_cap=1000, bucket_bytes_cap=20_000)
+    for _ in range(2):
+        iterate(reducer, lambda: model(torch.ones(1, 64)).sum())
+    assert [b.members for b in reducer.buckets][0] == ("3.bias", "3.weight")
+    assert [len(b.members) for b in reducer.buckets] == [2, 4, 2]
+    assert sum(b.bytes for b in reducer.buckets) == 4 * (64 * 64 + 64) * 4
