@@ -25,7 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import BadBuckets, FcollError, GraphChanged, ReadyTwice, ReductionUnfinished
+from fcoll.errors import (
+    BadBuckets,
+    BadGradient,
+    FcollError,
+    GraphChanged,
+    ReadyTwice,
+    ReductionUnfinished,
+)
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
 from fcoll.source import user_line
 from fcoll.training import _torch, explain, hooks
@@ -85,6 +92,7 @@ class Reducer:
             raise BadBuckets(why="Expected at least one parameter", hint="Pass the parameters.")
         open_doors()
         self.params = list(params)
+        self._dtypes = [p.dtype for p in self.params]
         self.group = Collectives(process_group)
         self.sparse = [*expect_sparse_gradients] or [False] * len(self.params)
         self.caps = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
@@ -259,9 +267,18 @@ class Reducer:
         self._ready.clear()
         self._passes.clear()
         self._task = -1
+        if self._mixed_dtype is None:
+            self._check_dtypes()
         if self._graph_may_change:
             given = [outputs] if isinstance(outputs, Tensor) else outputs
             self._find_unused(given)
+
+    def _check_dtypes(self) -> None:
+        """A parameter of another dtype has another node in the graph: nobody would hear of it."""
+        for i, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
+            if param.dtype is not dtype:
+                hint = f"{self.names[i]} changed after the reducer was made: make it anew."
+                self._fail(BadGradient(want=f"{dtype}", got=f"{param.dtype}", hint=hint))
 
     @property
     def _graph_may_change(self) -> bool:

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fcoll
-from fcoll.errors import BadBuckets, BadCommHook, GraphChanged, ReadyTwice, ReductionUnfinished
+from fcoll.errors import (
+    BadBuckets,
+    BadCommHook,
+    BadGradient,
+    GraphChanged,
+    ParametersDiffer,
+    ReadyTwice,
+    ReductionUnfinished,
+)
 from fcoll.training.assignment import compute_bucket_assignment_by_size
+from fcoll.training.verify import verify_params_across_processes
 
 SIZES = st.lists(
     st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64]), st.booleans()),
@@ -192,6 +201,41 @@ def test_buckets_are_rebuilt_in_the_order_of_gradients(solo):
     reducer = reducer_of(model, first_bucket_bytes_cap=1000, bucket_bytes_cap=20_000)
     for _ in range(2):
         iterate(reducer, lambda: model(torch.ones(1, 64)).sum())
-    assert [b.members for b in reducer.buckets][0] == ("3.bias", "3.weight")
+    assert reducer.buckets[0].members == ("3.bias", "3.weight")
     assert [len(b.members) for b in reducer.buckets] == [2, 4, 2]
     assert sum(b.bytes for b in reducer.buckets) == 4 * (64 * 64 + 64) * 4
+
+
+def test_a_gradient_of_another_dtype(solo):
+    model = Branch()
+    reducer = reducer_of(model)
+    model.double()
+    with pytest.raises(BadGradient, match=r"Expected torch.float32, got torch.float64"):
+        iterate(reducer, lambda: model(X.double()))
+
+
+# -- parameters that differ between ranks ---
+
+
+def verify(rank: int, kind: str) -> str:
+    params = [torch.ones(2, 3), torch.ones(4, 4)]
+    if rank and kind == "count":
+        params.pop()
+    elif rank and kind == "sizes":
+        params[1] = torch.ones(2, 8)
+    elif rank and kind == "strides":
+        params[1] = params[1].t()
+    elif rank and kind == "dtype":
+        params[1] = params[1].double()
+    with pytest.raises(ParametersDiffer) as raised:
+        verify_params_across_processes(dist.group.WORLD, params, names=["a.weight", "b.weight"])
+    return str(raised.value)
+
+
+def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
+    for rank, text in enumerate(ranks2.run(verify, "count")):
+        assert f"Rank {rank} has {2 - rank} params, while rank {1 - rank} has" in text
+    for kind in ("sizes", "strides", "dtype"):
+        for rank, text in enumerate(ranks2.run(verify, kind)):
+            assert f"[{rank}]: params[1] (b.weight) in this process with {kind}" in text
+            assert f"appears not to match {kind} of the same param in process {1 - rank}" in text
