@@ -12,6 +12,7 @@ from fcoll.functions import *  # noqa: F403
 from fcoll.graph.issued import Issued
 from fcoll.groups import Group, GroupLike
 from fcoll.profiling.profile import Profile, profile
+from fcoll.report.advice import Advice, advice
 from fcoll.report.world import WorldTimeline, timeline
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     *functions.__all__,
     "COLLECTIVES",
+    "Advice",
     "AsyncCollectiveTensor",
     "Checked",
     "Collective",
@@ -48,6 +50,7 @@ __all__ = [
     "Trace",
     "WorldTimeline",
     "accelerate_c10d",
+    "advice",
     "assume",
     "check",
     "compat",

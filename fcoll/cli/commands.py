@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ FINE, FOUND, FAILED = 0, 1, 2
 def _report(args: argparse.Namespace) -> int:
     """Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."""
     from fcoll.report import html, perfetto, summary, svg, text
+    from fcoll.report.advice import advice
     from fcoll.scheduling.planner import schedule
     from fcoll.scheduling.registry import scheduler_of
     from fcoll.scheduling.timeline import timeline
@@ -50,16 +52,23 @@ def _report(args: argparse.Namespace) -> int:
     before = programs.read_trace(args.before) if args.before else None
     with _traced_in(args) as traced, _progress("timing its steps", args):
         first = line = _numbered(timeline(traced, machine, waits=_waits(args)), traced)
-        second = None
+        second = plan = None
         if before is not None:
             first, second = _numbered(timeline(before, machine, waits=_waits(args)), before), line
         elif args.scheduler:
             plan = schedule(traced, machine, scheduler=args.scheduler, memory_cap=None)
             planned = replace(plan.timeline, mesh=first.mesh, rank=first.rank)
             line = second = _numbered(planned, traced)
+        with _progress("looking for what would help", args):
+            if plan is None:
+                told = advice(traced, machine, waits=_waits(args))
+            else:  # what is left to do when the step is planned
+                told = advice((plan.steps, plan.collectives), machine, plan=False, waits="in place")
+    names = ("as it came in", f"{args.scheduler}") if args.scheduler else ("before", "after")
     with _progress("writing", args):
         _write(args.save, traced.to_json)
-        _write(args.html, lambda: html.render(first, second, title=_title(args)))
+        page = partial(html.render, first, second, title=_title(args), names=names, advice=told)
+        _write(args.html, page)
         _write(args.perfetto, lambda: perfetto.render(first, second))
         _write(args.svg, lambda: svg.render(first, second))
         if args.png:
@@ -67,9 +76,11 @@ def _report(args: argparse.Namespace) -> int:
     found = summary.as_dict(line)
     if second is not None:
         found["before"] = summary.as_dict(first)
+        found["moved"] = list(map(asdict, summary.moves(first, second)))
+    found["advice"] = list(map(asdict, told))
     if notes := _notes(args, traced):
         found["notes"] = notes
-    _print(args, found, lambda: text.render(first, second, top=args.top))
+    _print(args, found, lambda: text.render(first, second, top=args.top, advice=told))
     if args.fail_above is not None and line.exposed_share > args.fail_above:
         share = f"{line.exposed_share:.1%} of the step is exposed"
         print(f"fcoll: {share}, more than --fail-above {args.fail_above:.1%}", file=sys.stderr)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import linecache
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from fcoll.report.summary import rows, verdict
+from fcoll.report.advice import Advice
+from fcoll.report.summary import gain, moves, rows, verdict
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes
 
@@ -23,8 +25,10 @@ def render(
     *,
     title: str = "step",
     names: tuple[str, str] = ("before", "after"),
+    advice: Sequence[Advice] = (),
 ) -> str:
-    """The page. With ``other``, the same step afterwards, it has a toggle between the two."""
+    """The page, with what would help on top. With ``other``, the same step afterwards, it opens on
+    what was gained and what moved, and has a toggle between the two."""
     lines = [line] if other is None else [line, other]
     sources = {c.source for x in lines for c in x.collectives if c.source}
     sources |= {s.source for x in lines for s in x.steps if s.source}
@@ -32,6 +36,9 @@ def render(
         "title": title,
         "names": list(names[: len(lines)]),
         "timelines": [_data(x) for x in lines],
+        "advice": [vars(one) for one in advice],
+        "gain": "" if other is None else gain(line, other),
+        "moved": [] if other is None else [vars(m) for m in moves(line, other)],
         "sources": {s: text for s in sorted(sources) if (text := source_text(s))},
     }
     # "</" inside a string would end the script element that holds the data.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fcoll.report.summary import Row, rows, verdict
+from collections.abc import Sequence
+
+from fcoll.report.advice import TOP, Advice
+from fcoll.report.summary import Moved, Row, gain, moves, rows, verdict
 from fcoll.scheduling.timeline import Timeline, busy_us
 from fcoll.units import show_bytes, show_us, table
 
@@ -11,12 +14,22 @@ ALIGN = "<<><>>>><<"
 BAR = 10
 
 
-def render(line: Timeline, other: Timeline | None = None, top: int = 20) -> str:
-    """The most exposed collectives, then the verdict. ``other`` is the same step afterwards."""
+def render(
+    line: Timeline,
+    other: Timeline | None = None,
+    top: int = 20,
+    advice: Sequence[Advice] = (),
+) -> str:
+    """What would help, the most exposed collectives, then the verdict. ``other`` is the same step
+    afterwards: then what was gained, and what moved, comes first."""
     parts = [*_summary(line)]
     if other is not None:
-        parts += ["", "after:", *_summary(other), _change(line, other)]
+        before = ["before:", *parts, "", "after:", *_summary(other)]
+        parts = [gain(line, other), "", *before, *_moves(moves(line, other), top)]
         line = other
+    if advice:
+        parts += ["", "what would help, each by itself:"]
+        parts += [f"  {i}. {one}" for i, one in enumerate(advice[:TOP], 1)]
     found = rows(line)
     if found:
         parts += ["", *table([HEAD, *(_cells(r, found) for r in found[:top])], ALIGN)]
@@ -41,11 +54,27 @@ def _summary(line: Timeline) -> list[str]:
     ]
 
 
-def _change(before: Timeline, after: Timeline) -> str:
-    ratio = before.step_us / after.step_us if after.step_us else 1.0
-    memory = show_bytes(abs(after.peak_bytes - before.peak_bytes))
-    more = "more" if after.peak_bytes >= before.peak_bytes else "less"
-    return f"{ratio:.2f}x as fast, {memory} {more} memory"
+def _moves(found: list[Moved], top: int) -> list[str]:
+    if not found:
+        return []
+    head = ("moved", "axis", "phase", "calls", "compute it is under way", "exposed", "source")
+    cells = [
+        (
+            m.op,
+            m.axis,
+            m.phase,
+            _arrow(*map(str, m.count)),
+            _arrow(*map(show_us, m.lead_us)),
+            _arrow(*map(show_us, m.exposed_us)),
+            m.source,
+        )
+        for m in found[:top]
+    ]
+    return ["", *table([head, *cells], "<<<>>><")]
+
+
+def _arrow(before: str, after: str) -> str:
+    return before if before == after else f"{before} -> {after}"
 
 
 def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:

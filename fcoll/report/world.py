@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,6 +14,7 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadMesh, BadOption
 from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
+from fcoll.report.places import place_of, rank_at, varying
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
 from fcoll.tracing.fake_world import fake_world
@@ -140,54 +141,22 @@ def _trace(build: Build, axes: Any, mode: str, rank: int) -> _Traced:
 def _differing(axes: dict[str, int], found: Mapping[int, _Traced]) -> Iterator[int]:
     """The ranks at 0 on all axes along which no message was seen."""
     messages = [c for t in found.values() for c in t.collectives if c.row.is_p2p]
-    along = {name for c in messages for name in _varying(c.ranks, axes)}
+    along = {name for c in messages for name in varying(c.ranks, axes)}
     places = [range(n) if name in along else (0,) for name, n in axes.items()]
     for place in itertools.product(*places):
-        yield _rank_at(place, axes)
+        yield rank_at(place, axes)
 
 
 def _like(rank: int, axes: dict[str, int], traced: Mapping[int, Any]) -> int:
     """The traced rank that does what this one does: itself, or the one at 0 where none differ."""
     if rank in traced:
         return rank
-    place = _place(rank, axes)
+    place = place_of(rank, axes)
     for kept in itertools.product((True, False), repeat=len(place)):
-        other = _rank_at([p if keep else 0 for p, keep in zip(place, kept, strict=True)], axes)
+        other = rank_at([p if keep else 0 for p, keep in zip(place, kept, strict=True)], axes)
         if other in traced:
             return other
     return 0
-
-
-# -- places in a mesh ---
-
-
-def _place(rank: int, axes: Mapping[str, int]) -> list[int]:
-    """
-    >>> _place(5, {"dp": 4, "tp": 2}), _rank_at([2, 1], {"dp": 4, "tp": 2})
-    ([2, 1], 5)
-    """
-    place = []
-    for n in reversed(list(axes.values())):
-        rank, at = divmod(rank, n)
-        place.append(at)
-    return place[::-1]
-
-
-def _rank_at(place: Sequence[int], axes: Mapping[str, int]) -> int:
-    rank = 0
-    for at, n in zip(place, axes.values(), strict=True):
-        rank = rank * n + at
-    return rank
-
-
-def _varying(ranks: Sequence[int], axes: Mapping[str, int]) -> list[str]:
-    """The axes along which these ranks differ."""
-    places = [_place(r, axes) for r in ranks]
-    return [
-        name
-        for name, along in zip(axes, zip(*places, strict=True), strict=True)
-        if len({*along}) > 1
-    ]
 
 
 # -- from a traced rank to all that do the same ---
@@ -206,8 +175,8 @@ class _Groups:
         """The group that is to this rank what ``ranks`` are to the traced one that is like it: the
         same along the axes that it spans, and where this rank is along the others."""
         if ranks not in self.spans:
-            self.spans[ranks] = _varying(ranks, self.axes)
-        spans, here = self.spans[ranks], _place(rank, self.axes)
+            self.spans[ranks] = varying(ranks, self.axes)
+        spans, here = self.spans[ranks], place_of(rank, self.axes)
         fixed = tuple(-1 if name in spans else at for name, at in zip(self.axes, here, strict=True))
         key = self._shape(ranks, spans), fixed, instance
         if key not in self.meetings:
@@ -215,14 +184,14 @@ class _Groups:
         return self.meetings[key]
 
     def _moved(self, rank: int, fixed: tuple[int, ...]) -> int:
-        place = zip(_place(rank, self.axes), fixed, strict=True)
-        return _rank_at([at if stays < 0 else stays for at, stays in place], self.axes)
+        place = zip(place_of(rank, self.axes), fixed, strict=True)
+        return rank_at([at if stays < 0 else stays for at, stays in place], self.axes)
 
     def _shape(self, ranks: tuple[int, ...], spans: list[str]) -> int:
         """A number for the places of a group along the axes that it spans."""
         known = self.shapes.get(ranks)
         if known is None:
-            places = (dict(zip(self.axes, _place(r, self.axes), strict=True)) for r in ranks)
+            places = (dict(zip(self.axes, place_of(r, self.axes), strict=True)) for r in ranks)
             shape = frozenset(tuple((name, p[name]) for name in spans) for p in places)
             known = self.shapes[ranks] = self.shapes.setdefault(shape, len(self.shapes))
         return known
@@ -268,7 +237,7 @@ def render(world: WorldTimeline, most: int = 16) -> str:
         (
             str(rank),
             ", ".join(
-                f"{a}={i}" for a, i in zip(world.mesh, _place(rank, world.mesh), strict=True)
+                f"{a}={i}" for a, i in zip(world.mesh, place_of(rank, world.mesh), strict=True)
             ),
             show_us(line.compute_us),
             show_us(line.wait_us),

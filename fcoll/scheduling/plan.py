@@ -72,7 +72,7 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything runs."""
-        steps = _freed_in_order(self.steps)
+        steps = freed_in_order(self.steps)
         made = timeline((steps, self.collectives), self.machine or "h100", self.us)
         return replace(made, peak_bytes=self.peak_bytes)
 
@@ -144,7 +144,7 @@ def verify_plan(plan: Plan) -> None:
         verify.check_nodes(plan.graph_module, plan.order, fail)
 
 
-def _freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The steps with what each is now the last to use."""
     freed = {name for step in steps for name in step.last_use_of}
     last: dict[str, int] = {}
@@ -155,7 +155,11 @@ def _freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     frees: dict[int, list[str]] = {}
     for name, i in last.items():
         frees.setdefault(i, []).append(name)
-    return tuple(replace(s, last_use_of=tuple(frees.get(i, ()))) for i, s in enumerate(steps))
+    freed_by = [tuple(frees.get(i, ())) for i in range(len(steps))]
+    return tuple(
+        s if s.last_use_of == names else replace(s, last_use_of=names)
+        for s, names in zip(steps, freed_by, strict=True)
+    )
 
 
 def _diff(one: Plan, other: Plan) -> str:

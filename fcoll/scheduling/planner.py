@@ -65,12 +65,12 @@ def schedule(
         True
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
-    with _without_collector():
+    with without_collector():
         return _schedule(trace, machine, costs, memory_cap, entry, sizes, buckets)
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Planning makes many small objects and no cycles: the garbage collector would look through
     all of torch again and again (a third of the time at 10,000 nodes)."""
     was_on = gc.isenabled()

@@ -16,6 +16,7 @@ from golden import check_golden
 from timelines import compute, issued, run, start, wait
 
 from fcoll.report import html, perfetto, scaling, summary, svg, text
+from fcoll.report.advice import Advice
 from fcoll.report.scale import Point
 from fcoll.scheduling.timeline import Timeline, timeline
 
@@ -274,6 +275,8 @@ def test_a_click_tells_what_hides_a_collective(opened):
 def test_the_toggle_switches_between_before_and_after(opened):
     page = opened(html.render(serial(), timelines.overlapped()))
     before, after = page.locator("#toggle button").all()
+    assert after.get_attribute("aria-pressed") == "true"  # it opens on what came of it
+    before.click()
     assert "45.0 µs" in page.locator("#tiles").inner_text()
     after.click()
     assert "60.0 µs" in page.locator("#tiles").inner_text()
@@ -285,14 +288,60 @@ def test_the_toggle_switches_between_before_and_after(opened):
     assert page.locator("#verdict").inner_text() == summary.verdict(serial())
 
 
+def some_advice(n: int) -> list[Advice]:
+    facts = dict(op="all_reduce", axis="tp", phase="fwd", count=2, share=0.1, step_us=50.0)
+    return [
+        Advice(
+            "prefetch", f"do <thing {i}>", "m.py:3", saved_us=9.0 - i, more_bytes=2 << 20, **facts
+        )
+        for i in range(n)
+    ]
+
+
+def test_advice_is_on_top(opened):
+    line = timelines.overlapped()
+    shown = text.render(line, advice=some_advice(5)).splitlines()
+    assert "each by itself" in shown[4] and shown[5].startswith("  1. 9.00 us (10.0%) m.py:3: do")
+    assert "2 MiB more memory" in shown[5]
+    assert len([x for x in shown if "do <thing" in x]) == 3
+    page = opened(html.render(line, advice=some_advice(5)))
+    first = page.locator("#advice li").first
+    assert "do <thing 0>" in first.inner_text() and "9.00 µs" in first.inner_text()
+    assert page.locator("#advice li:visible").count() == 3  # and the rest in a fold
+    page.locator("#advice summary").click()
+    assert page.locator("#advice li:visible").count() == 5
+    first.click()
+    assert page.locator("#filter").input_value() == "m.py:3"
+    page.goto("about:blank")
+    page = opened(html.render(line))
+    assert not page.locator("#advice").is_visible() and not page.locator("#moved").is_visible()
+
+
+def test_before_and_after_open_on_the_gain(opened):
+    page = opened(html.render(serial(), timelines.overlapped()))
+    assert (
+        page.locator("#gain").inner_text() == "0.75x as fast (45.0 us → 60.0 us), 260 B more memory"
+    )
+    moved = page.locator("#moved tbody tr").all_inner_texts()
+    assert any("dp" in row and "0 → 2" in row for row in moved)  # there was none before
+    assert any("0.00 µs → 20.0 µs" in row for row in moved)  # b runs beside it
+
+
+@pytest.mark.parametrize("width", [1600, 390])
+def test_the_page_fits_its_window(opened, width):
+    page = opened(html.render(serial(), many(20), advice=some_advice(4)))
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_the_table_sorts_filters_and_leads_to_the_timeline(opened):
     page = opened(html.render(many(30)))
-    first = page.locator("tbody tr").first
+    first = page.locator("#rows tr").first
     assert "tp" in first.inner_text()
-    page.locator("th", has_text="axis").click()
+    page.locator("#columns th", has_text="axis").click()
     assert "dp" in first.inner_text()
     page.locator("#filter").fill("tp")
-    assert page.locator("tbody tr").count() == 1
+    assert page.locator("#rows tr").count() == 1
     first.click()
     assert page.evaluate("window.fcollReport.chosen()") is not None
     a, b = page.evaluate("window.fcollReport.view()")
