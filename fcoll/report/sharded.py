@@ -144,7 +144,8 @@ class _Shards:
                     if self.local.get(name) == "sum" or (self.is_shard(name) and not adds):
                         first.setdefault(name, i)
         for step in self.program.steps:  # what the step returns
-            if step.out_bytes and step.name not in self.program.freed and self.is_shard(step.name):
+            part = self.is_shard(step.name) or step.name in self.local
+            if part and step.out_bytes and step.name not in self.program.freed:
                 first.setdefault(step.name, len(self.program.steps))
         return iter(first.items())
 

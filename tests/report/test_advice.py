@@ -6,28 +6,36 @@ import pytest
 import torch
 
 import fcoll
-from fcoll.costs.machine import Machine
+from fcoll.costs.machine import Link, Machine
 from fcoll.costs.model import collective_us
 from fcoll.report import changes
 from fcoll.report.advice import Advice, _program, advice
 from fcoll.scheduling import verify
 from fcoll.scheduling.timeline import timeline
 
-H100 = Machine.of("h100")
+MACHINE = Machine(
+    "small",
+    {"float32": 60.0},
+    3000.0,
+    Link(2.0, 300.0),
+    Link(6.0, 40.0),
+    launch_us=0.5,
+    collective_us=20.0,
+)
 LAYERS, WIDTH = 4, 512
 
 
 def step_us(fn, *args, waits="first use", **axes):
     with fcoll.fake_world(**axes) as mesh:
-        return timeline(fcoll.trace(fn(mesh), *args), H100, waits=waits).step_us
+        return timeline(fcoll.trace(fn(mesh), *args), MACHINE, waits=waits).step_us
 
 
 def told(fn, *args, kind, waits="first use", **axes) -> Advice:
     """The one piece of advice of a kind on a program, with its sums checked."""
     with fcoll.fake_world(**axes) as mesh:
         trace = fcoll.trace(fn(mesh), *args)
-        before = timeline(trace, H100, waits=waits).step_us
-        found = advice(trace, H100, waits=waits)
+        before = timeline(trace, MACHINE, waits=waits).step_us
+        found = advice(trace, MACHINE, waits=waits)
     assert [a.saved_us for a in found] == sorted((a.saved_us for a in found), reverse=True)
     for one in found:
         assert one.saved_us > 0
@@ -70,7 +78,7 @@ def test_prefetch_saves_what_it_saves_by_hand():
 def test_prefetch_moves_no_start_past_what_it_needs():
     with fcoll.fake_world(dp=8) as mesh:
         trace = fcoll.trace(gathers(mesh), torch.ones(2048, WIDTH), parts())
-        program = _program(trace, H100, None, "first use")
+        program = _program(trace, MACHINE, None, "first use")
     for just_in_time in (True, False):
         made = changes.prefetched(program, program.collectives, just_in_time)
         assert made is not None and made.steps != program.steps
@@ -87,7 +95,7 @@ def test_no_advice_to_start_what_is_not_there_yet():
         return step
 
     with fcoll.fake_world(tp=4) as mesh:
-        found = advice(fcoll.trace(chained(mesh), torch.ones(64, 64)), H100)
+        found = advice(fcoll.trace(chained(mesh), torch.ones(64, 64)), MACHINE)
     assert [a.kind for a in found] == []
 
 
@@ -159,7 +167,7 @@ def test_another_order_of_the_mesh_is_priced_on_its_links():
     assert one.step_us == pytest.approx(step_us(sums, torch.ones(1024, 1024), dp=2, tp=8))
     assert "(dp=2, tp=8)" in one.what and one.axis == "tp"
     with fcoll.fake_world(dp=2, tp=8) as mesh:  # it is there already
-        found = advice(fcoll.trace(sums(mesh), torch.ones(1024, 1024)), H100)
+        found = advice(fcoll.trace(sums(mesh), torch.ones(1024, 1024)), MACHINE)
     assert "axis" not in [a.kind for a in found]
 
 
@@ -193,7 +201,7 @@ def test_shards_save_what_they_save_by_hand(waits):
     one = told(block, *args, kind="shard", waits=waits, tp=8)
     by_hand = step_us(lambda mesh: block(mesh, True), *args, waits=waits, tp=8)
     # by hand the result is read once more, so that there is a wait for it
-    copy_us = timeline(([step_of_copy(args[0])], []), H100).step_us
+    copy_us = timeline(([step_of_copy(args[0])], []), MACHINE).step_us
     assert one.step_us == pytest.approx(by_hand - copy_us, rel=0.02)
     assert one.op == "all_reduce" and "tp" in one.what
 
@@ -203,33 +211,43 @@ def step_of_copy(x):
         return fcoll.trace(lambda x: x * 1, x).steps[0]
 
 
+def test_a_sum_of_all_rows_is_one_of_partial_sums():
+    """Its all-reduce takes as long as the one that was there: nothing is saved."""
+
+    def summed(mesh):
+        return lambda x: (fcoll.all_reduce(x @ x, "sum", mesh) * 2).sum()
+
+    with fcoll.fake_world(tp=4) as mesh:
+        assert advice(fcoll.trace(summed(mesh), torch.ones(64, 64)), MACHINE) == ()
+
+
 def test_rows_that_cannot_be_divided_are_left_alone():
     weights = [(torch.ones(WIDTH, 128), torch.ones(128, WIDTH)) for _ in range(3)]
     with fcoll.fake_world(tp=8) as mesh:
         trace = fcoll.trace(block(mesh), torch.ones((1 << 16) + 1, WIDTH), weights)
-        assert "shard" not in [a.kind for a in advice(trace, H100)]
+        assert "shard" not in [a.kind for a in advice(trace, MACHINE)]
 
 
 def test_planning_is_as_good_as_the_plan():
     with fcoll.fake_world(dp=8) as mesh:
         trace = fcoll.trace(gathers(mesh), torch.ones(2048, WIDTH), parts())
-        (one,) = [a for a in advice(trace, H100) if a.kind == "plan"]
-        plan = fcoll.schedule(trace, H100, buckets=False)
+        (one,) = [a for a in advice(trace, MACHINE) if a.kind == "plan"]
+        plan = fcoll.schedule(trace, MACHINE, buckets=False)
         assert one.step_us == pytest.approx(plan.timeline.step_us, rel=0.01)
         assert one.source == "" and one.more_bytes <= 0
-        assert "plan" not in [a.kind for a in advice(trace, H100, plan=False)]
+        assert "plan" not in [a.kind for a in advice(trace, MACHINE, plan=False)]
 
 
 def test_a_saved_trace_and_measured_costs():
     with fcoll.fake_world(dp=8) as mesh:
         trace = fcoll.trace(gathers(mesh), torch.ones(2048, WIDTH), parts())
-        whole = advice(trace, H100)
+        whole = advice(trace, MACHINE)
     read = fcoll.Trace.from_json(trace.to_json())
-    assert [a for a in whole if a.kind != "shard"] == list(advice(read, H100))
+    assert [a for a in whole if a.kind != "shard"] == list(advice(read, MACHINE))
     costs = {s.name: 100.0 if s.kind == "start" else 1.0 for s in trace.steps if s.kind != "wait"}
-    (one,) = [a for a in advice(trace, H100, costs) if a.kind == "bucket"]
-    before = timeline(trace, H100, costs, waits="first use")
-    alone, whole = (collective_us("all_gather_into_tensor", 8, k << 20, H100) for k in (1, 4))
+    (one,) = [a for a in advice(trace, MACHINE, costs) if a.kind == "bucket"]
+    before = timeline(trace, MACHINE, costs, waits="first use")
+    alone, whole = (collective_us("all_gather_into_tensor", 8, k << 20, MACHINE) for k in (1, 4))
     copies = one.step_us - before.compute_us - 100 * whole / alone  # of the machine's price
     assert 0 < copies < 20
 
@@ -244,9 +262,9 @@ def test_messages_between_ranks_get_none():
         return step
 
     with fcoll.fake_world(pp=2) as mesh:
-        assert advice(fcoll.trace(build(mesh), torch.ones(256, 256)), H100) == ()
+        assert advice(fcoll.trace(build(mesh), torch.ones(256, 256)), MACHINE) == ()
 
 
 def test_a_step_without_collectives():
     with fcoll.fake_world(dp=2):
-        assert advice(fcoll.trace(lambda x: x @ x, torch.ones(64, 64)), H100) == ()
+        assert advice(fcoll.trace(lambda x: x @ x, torch.ones(64, 64)), MACHINE) == ()
