@@ -17,6 +17,9 @@ from fcoll.report.world import WorldTimeline, timeline
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.registry import scheduler
+from fcoll.simulation.batched.indices import axis_index, rank
+from fcoll.simulation.batched.modules import stack_modules
+from fcoll.simulation.batched.simulate import simulate
 from fcoll.simulation.ranks import simulate_ranks
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.table.collectives import COLLECTIVES
@@ -52,6 +55,7 @@ __all__ = [
     "accelerate_c10d",
     "advice",
     "assume",
+    "axis_index",
     "check",
     "compat",
     "dist",
@@ -59,10 +63,13 @@ __all__ = [
     "fake_world",
     "launch",
     "profile",
+    "rank",
     "register",
     "schedule",
     "scheduler",
+    "simulate",
     "simulate_ranks",
+    "stack_modules",
     "symm_mem",
     "timeline",
     "trace",

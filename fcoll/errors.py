@@ -154,6 +154,23 @@ class RaggedRanks(FcollError):
     )
 
 
+class BadStack(FcollError):
+    template = "{why}{at}. {hint}"
+
+
+class NotInBatch(FcollError, RuntimeError):
+    template = (
+        "the ranks cannot run as one batch, at {line}: {why}. {hint}, or use fcoll.simulate_ranks, "
+        "where each rank runs by itself."
+    )
+
+
+class UnknownAxis(FcollError):
+    template = (
+        "no mesh with one axis {axis!r}{at}: {why}. Pass the mesh, as in axis_index(axis, mesh)."
+    )
+
+
 class NoGradient(FcollError):
     template = "{op} has no gradient{at}: {why}. {hint}"
 

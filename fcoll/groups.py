@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,8 +78,16 @@ _times_made: Counter[tuple[int, ...]] = Counter()
 _not_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
+# What a batched simulation (fcoll/simulation) adds: its groups by name, as its first rank sees
+# them, and while it runs, what gives the name of anything that names a group there.
+stacked_groups: dict[str, Group] = {}
+resolvers: list[Callable[[Any], str | None]] = []
+
+
 def by_name(name: str) -> Group:
     """The group that torch knows by this name."""
+    if stacked_groups and name in stacked_groups:
+        return stacked_groups[name]
     try:
         pg = _torch.resolve_process_group(name)
     except RuntimeError:
@@ -108,6 +117,8 @@ def resolve(group: GroupLike) -> Group:
 @_torch.at_trace_time
 def group_name(group: GroupLike) -> str:
     """The name by which ops refer to the group."""
+    if resolvers and (found := resolvers[-1](group)) is not None:
+        return found
     if isinstance(group, str):
         return group
     if not dist.is_initialized():
@@ -138,6 +149,25 @@ def group_size(name: str) -> int:
 @_torch.at_trace_time
 def group_rank(name: str) -> int:
     return by_name(name).rank
+
+
+def rank_here(name: str) -> Any:
+    """This rank's place in the group: an int, in a batched simulation a tensor of each rank's."""
+    return stacked_index("rank", name) if is_stacked_group(name) else group_rank(name)
+
+
+def size_here(name: str) -> Any:
+    """The size of this rank's group, in a batched simulation a tensor too."""
+    return stacked_index("size", name) if is_stacked_group(name) else group_size(name)
+
+
+@_torch.at_trace_time
+def is_stacked_group(name: str) -> bool:
+    return name in stacked_groups
+
+
+def stacked_index(which: str, name: str) -> Any:
+    return getattr(torch.ops.fcoll_simulation, which)(name)
 
 
 @_torch.at_trace_time

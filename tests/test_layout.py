@@ -20,8 +20,17 @@ LAYERS = (
     ("transport",),
     ("table",),
     ("eager", "graph", "costs"),
-    ("functions", "tracing", "scheduling", "simulation"),
-    ("compat", "dist", "symm_mem", "checking", "profiling", "report", "training"),
+    ("functions", "tracing", "scheduling"),
+    (
+        "compat",
+        "dist",
+        "symm_mem",
+        "checking",
+        "profiling",
+        "report",
+        "training",
+        "simulation",
+    ),
     ("__init__",),
     ("cli",),  # and __main__, which is `python -m fcoll`
 )

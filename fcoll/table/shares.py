@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fcoll.errors import NoGradient
-from fcoll.groups import by_name
+from fcoll.groups import by_name, rank_here, size_here
 from fcoll.reductions import REDUCTIONS
 from fcoll.table.row import Call
 
@@ -22,14 +23,18 @@ def _whole(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
 
 
 def _mean(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
-    return G / by_name(a.group_name).n
+    return G / size_here(a.group_name)
 
 
 def _others_product(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
     # Not y / x, which zeros spoil: the product of all parts but ours. Differentiable again.
-    g = by_name(a.group_name)
-    parts = a.call("all_gather_into_tensor", x.unsqueeze(0), g.n, a.group_name)
-    others = parts.roll(-g.rank, 0)[1:]  # ours is first, then left out
+    n, rank = by_name(a.group_name).n, rank_here(a.group_name)
+    parts = a.call("all_gather_into_tensor", x.unsqueeze(0), n, a.group_name)
+    if isinstance(rank, int):
+        others = parts.roll(-rank, 0)[1:]  # ours is first, then left out
+    else:
+        ours = torch.arange(n, device=x.device).view(-1, *[1] * x.dim()) == rank
+        others = parts.masked_fill(ours, 1)
     return G * others.prod(0).conj()
 
 

@@ -1,0 +1,174 @@
+"""Collectives inside a simulation: their ops' kernels for vmap run the rows' ``stacked`` rules.
+
+The kernels are for all of vmap, mapped tensors or not, because a collective of a value that is the
+same on all ranks may give each rank another one. In a vmap that is not a simulation's they pass the
+call on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.errors import NoStackedRule, NotInBatch, fail
+from fcoll.simulation.batched import _torch
+from fcoll.simulation.batched.stage import Stage, stage_of
+from fcoll.source import user_line
+from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
+
+_lib = torch.library.Library("fcoll_simulation", "DEF")
+_taught: set[str] = set()
+_WAIT = COLLECTIVES["wait_tensor"]
+
+
+def teach() -> None:
+    """Give every row's ops their kernel; again after rows were added."""
+    for row in COLLECTIVES.values():
+        for target in (f"fcoll::{row.name}", *row.targets):
+            if target not in _taught:
+                _taught.add(target)
+                namespace, name = target.split("::")
+                _torch.on_vmap(namespace, name, _kernel(row, namespace, name))
+    if "c10d" not in _taught:
+        _taught.add("c10d")
+        for name in _torch.c10d_ops():
+            _torch.on_vmap("c10d", name, _refusal(name))
+        # around results of torch's functional collectives, so that autograd waits for gradients
+        wrap = "_wrap_tensor_autograd"
+        _torch.on_vmap("_c10d_functional", wrap, _kernel(_WAIT, "_c10d_functional", wrap))
+
+
+def _kernel(row: Collective, namespace: str, name: str) -> Callable[..., Any]:
+    at = row.position.get("group_name")
+    names = [a.name for a in row.arguments]
+    packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        group = None if at is None else _name(named["group_name"])
+        level = _torch.current_level()
+        stage = stage_of(group)
+        if stage is None or level.level() != _level_of(stage):
+            with _torch.past_vmap_mode():
+                return packet(*args, **kwargs)
+        if row.is_wait:
+            return args[0]
+        named["group_name"] = stage.group_name(group)
+        return _run(stage, row, level, named)
+
+    return kernel
+
+
+def _name(group: Any) -> str:
+    return group if isinstance(group, str) else group.group_name
+
+
+def _level_of(stage: Stage) -> int | None:
+    """The level of vmap that stands for the ranks: in a graph that is traced again by a compiler,
+    the outermost of its size."""
+    if stage.level is not None:
+        return stage.level
+    return next((level for level, size in _torch.vmap_sizes() if size == stage.size), None)
+
+
+def _run(stage: Stage, row: Collective, level: Any, named: dict[str, Any]) -> Any:
+    if row.stacked is None:
+        why = f"the row {row.name!r} has no `stacked` rule"
+        hint = "Give it one (fcoll/table has many), or use fcoll.simulate_ranks."
+        fail(NoStackedRule, op=row.name, why=why, hint=hint)
+    out = {"out": named["out"]} if row.has_out else {}
+    row.check(*(x for name, x in named.items() if name not in out), **out)
+    tensors = [named.pop(a.name) for a in row.arguments if a.is_tensor and a.name in named]
+    at, W = level.level(), stage.size
+    with _torch.below(level):
+        xs = None
+        if tensors:
+            first = tensors[0]
+            if isinstance(first, Tensor):
+                xs = _torch.stacked(first, at, W)
+            else:
+                xs = [_torch.stacked(x, at, W) for x in first]
+        outs = row.stacked(xs, named, stage.partition(named["group_name"]))
+        if row.mutates:
+            return _written(row, tensors[-1], outs, at)
+        if row.on_lists:
+            return [_rank_tensor(y, at) for y in outs]
+        return _rank_tensor(outs, at)
+
+
+def _rank_tensor(y_W: Tensor, level: int) -> Tensor:
+    """A rank's tensor of a stack. What is the same on all ranks and lies in memory once stays so:
+    what follows is computed once for all."""
+    if y_W.shape[0] > 1 and y_W.stride(0) == 0:
+        return y_W[0]
+    return _torch.add_rank_dim(y_W, 0, level)
+
+
+def _written(row: Collective, into: Any, outs: Any, level: int) -> Any:
+    """Write the results into the arguments of a form that writes."""
+    targets = [into] if isinstance(into, Tensor) else into
+    for x, y_W in zip(targets, [outs] if isinstance(outs, Tensor) else outs, strict=True):
+        if _torch.is_stacked(x, level):
+            _torch.stacked(x, level, y_W.shape[0]).copy_(y_W)
+        elif y_W.stride(0) == 0 or y_W.shape[0] == 1:
+            x.copy_(y_W[0])
+        else:
+            why = "its argument is one tensor for all ranks, which cannot hold each rank's result"
+            fail(NoStackedRule, op=row.name, why=why, hint=f"Use {row.functional}.")
+    return into
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    packet = getattr(torch.ops.c10d, name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        stage = stage_of(None)
+        if stage is not None and _torch.current_level().level() == stage.level:
+            why = f"c10d::{name} writes to its arguments through a process group"
+            hint = "Use the function of the same name in fcoll or fcoll.dist"
+            fail(NotInBatch, line=user_line(), why=why, hint=hint)
+        with _torch.past_vmap_mode():
+            return packet(*args, **kwargs)
+
+    return kernel
+
+
+# -- what is another value on each rank ---
+
+
+def _index_op(name: str, values: Callable[[Stage, str], Sequence[int]]) -> None:
+    _lib.define(f"{name}(str group_name) -> Tensor")
+    packet = getattr(torch.ops.fcoll_simulation, name)
+
+    def kernel(group_name: str) -> Tensor:
+        stage, level = stage_of(group_name), _torch.current_level()
+        assert stage is not None
+        if level.level() != _level_of(stage):
+            with _torch.past_vmap_mode():
+                return packet(group_name)
+        with _torch.below(level):
+            found = torch.tensor(values(stage, group_name))
+            return _torch.add_rank_dim(found, 0, level.level())
+
+    torch.library.register_fake(
+        f"fcoll_simulation::{name}",
+        lambda group_name: torch.empty((), dtype=torch.int64),
+        lib=_lib,
+    )
+    _torch.on_vmap("fcoll_simulation", name, kernel)
+
+
+def _sizes(stage: Stage, name: str) -> list[int]:
+    found = [0] * stage.size
+    for g in stage.partition(name).groups:
+        for r in g:
+            found[r] = len(g)
+    return found
+
+
+_index_op("rank", lambda stage, name: stage.partition(name).rank_in_group)
+_index_op("size", _sizes)

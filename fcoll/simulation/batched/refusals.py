@@ -1,0 +1,72 @@
+"""What vmap cannot take, in words of ranks: with the user's line and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from fcoll.errors import FcollError, NotInBatch
+from fcoll.source import is_library, show
+
+_ELSE = "Keep the decision inside tensors (torch.where)"
+
+# torch's message -> (why, hint)
+_KNOWN = (
+    (r"data-dependent control flow", "Python decides by a value that differs between ranks", _ELSE),
+    (r"\.item\(\)", "Python reads a value that differs between ranks", _ELSE),
+    (
+        r"backward\(\) called inside|does not require grad and does not have a grad_fn",
+        "backward() is called inside the simulated function",
+        "Call it outside, as in simulate(loss)(x).sum().backward(), or use torch.func.grad inside",
+    ),
+    (
+        r"vmap: inplace|more than one element of the written-to|doesn't match the broadcast shape",
+        "a tensor that is the same on all ranks is written to with values that differ",
+        "Write y = y + x instead of y += x",
+    ),
+    (
+        r"output dynamic shape|[Bb]atching rule not implemented",
+        "the shape of a result would differ between ranks, or torch cannot batch the op",
+        "Use ops whose shapes do not depend on values",
+    ),
+    (
+        r"^vmap|functorch transform|BatchedTensor|access data pointer of Tensor that doesn't have",
+        "torch cannot batch this op",
+        "Write it with tensor ops",
+    ),
+)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors that come from running ranks as a batch, as NotInBatch; all others as they are."""
+    try:
+        yield
+    except FcollError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+        found = _explained(error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _explained(error: Exception) -> NotInBatch | None:
+    message = str(error)
+    for pattern, why, hint in _KNOWN:
+        if re.search(pattern, message):
+            return NotInBatch(line=user_line_of(error.__traceback__), why=why, hint=hint)
+    return None
+
+
+def user_line_of(traceback: TracebackType | None) -> str:
+    """The innermost line of the user's in a traceback."""
+    found = "an unknown line"
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not is_library(filename):
+            found = show((filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,106 @@
+"""``fcoll.simulate``: an SPMD program on N ranks, as one batched program in this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fcoll.errors import BadMesh
+from fcoll.simulation.batched import kernels, traced
+from fcoll.simulation.batched.arguments import Given
+from fcoll.simulation.batched.refusals import explained
+from fcoll.simulation.batched.stage import Stage
+
+Fn = Callable[..., Any]
+
+
+def simulate(
+    fn: Fn,
+    *,
+    mesh_shape: Mapping[str, int] | None = None,
+    world_size: int | None = None,
+    in_dims: Any = 0,
+    randomness: str = "different",
+    device: str = "cpu",
+) -> Simulated:
+    """Run fn on all ranks of a mesh at once: what comes in and goes out is stacked by rank.
+
+    ``simulate(fn, world_size=W)(x_W)[r] == fn(x_W[r])`` on rank r of W real ranks
+
+    Ranks are a leading dim that ``torch.func.vmap`` hides from fn; collectives, fcoll's and torch's
+    functional ones, see all of it. A group is an axis' name, several at once (``("dp", "tp")``), a
+    mesh's, the lists of ranks of all groups, or None. ``in_dims`` is as vmap's: None for arguments
+    that are the same on all ranks and given once. Gradients, optimizers and random numbers (for
+    each rank its own; the same on all with ``randomness="same"``) are as on real ranks; the
+    gradient of stacked leaves is that of the sum of all ranks' losses.
+
+    What depends on the rank in Python (a branch, a shape) cannot run in a batch and raises an error
+    that names the line: use :func:`fcoll.simulate_ranks` for such programs.
+
+    >>> def step(x):
+    ...     return fcoll.all_reduce(x, "sum", "tp") + fcoll.axis_index("dp")
+    >>> fcoll.simulate(step, mesh_shape={"dp": 2, "tp": 2})(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([3., 3., 8., 8.])
+    """
+    if (mesh_shape is None) == (world_size is None):
+        hint = 'Write mesh_shape={"dp": 4, "tp": 2} or world_size=8.'
+        raise BadMesh(what="both or neither of mesh_shape and world_size", hint=hint)
+    axes: dict[str, Any] = {"world": world_size} if mesh_shape is None else dict(mesh_shape)
+    return Simulated(fn, Stage(axes, device), in_dims, randomness)
+
+
+class Simulated:
+    """What :func:`simulate` returns: call it with stacked arguments."""
+
+    def __init__(self, fn: Fn, stage: Stage, in_dims: Any, randomness: str) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.fn, self.stage = fn, stage
+        self.in_dims, self.randomness = in_dims, randomness
+        self.name = stage.name
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The simulation's mesh, for use inside fn."""
+        return self.stage.mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.stage.size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return traced.call(self, args, kwargs)
+        kernels.teach()
+        with self.stage.entered(), explained():
+            return self.mapped(args, kwargs, self.stage.size)
+
+    def mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """fn, vmapped over the ranks. Inside the stage only."""
+        given = Given.of(args, kwargs, self.in_dims, size)
+        shape: list[Any] = []
+
+        def on_ranks(ranks: Tensor, *mapped: Tensor) -> tuple[Tensor, ...]:
+            a, k, restore = given.filled(mapped)
+            try:
+                leaves, spec = tree_flatten(self.fn(*a, **k))
+            finally:
+                restore()
+            tensors = [isinstance(x, Tensor) for x in leaves]
+            shape[:] = [x for x in leaves if not isinstance(x, Tensor)], tensors, spec
+            return tuple(x for x in leaves if isinstance(x, Tensor))
+
+        ranks = torch.arange(size)  # so that there is something to map
+        in_dims = (0, *given.dims)
+        outs = torch.func.vmap(on_ranks, in_dims=in_dims, randomness=self.randomness)(
+            ranks, *given.mapped
+        )
+        others, tensors, spec = shape
+        found, rest = iter(outs), iter(others)
+        return tree_unflatten([next(found) if t else next(rest) for t in tensors], spec)
