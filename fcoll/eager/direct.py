@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from fcoll import _torch
 from fcoll.errors import from_native
+from fcoll.groups import is_stacked_group
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.table.signature import signed
@@ -90,4 +91,6 @@ class _Identity(torch.autograd.Function):
 
 def identity(x: Tensor, group_name: str) -> Tensor:
     """x itself; its gradient is summed over the group."""
+    if is_stacked_group(group_name):
+        return torch.ops.fcoll_simulation.identity(x, group_name)
     return _Identity.apply(x, group_name)

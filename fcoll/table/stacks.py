@@ -274,7 +274,7 @@ class OwnGradient(torch.autograd.Function):
 
 
 class Identity(torch.autograd.Function):
-    """x itself; its gradient is summed over the group. Partner of OwnGradient."""
+    """x itself; its gradient is summed over even groups. Partner of OwnGradient."""
 
     generate_vmap_rule = True
 
@@ -289,3 +289,9 @@ class Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return OwnGradient.apply(grad, "sum", ctx.groups), None
+
+
+@even
+def identity(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
+    """fcoll.identity of stacked ranks."""
+    return Identity.apply(x_W, groups)

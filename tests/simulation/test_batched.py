@@ -270,6 +270,8 @@ def test_own_gradient_inside_and_outside():
     inside = fcoll.simulate(torch.func.grad(loss), mesh_shape=MESH)(x)
     torch.testing.assert_close(inside, leaf.grad)
     torch.testing.assert_close(leaf.grad[0], 2 * x[0] + 8 * x[1])  # 2 h k of both, not twice
+    mapped = fcoll.simulate(torch.vmap(torch.func.grad(loss)), mesh_shape=MESH)(x[:, None])
+    torch.testing.assert_close(mapped[:, 0], leaf.grad)
 
 
 class Mlp(nn.Module):

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcoll._torch import SingleLevelFunction, below_autograd, single_level_functions
+from fcoll.eager import direct
 from fcoll.errors import NoStackedRule, NotInBatch, fail
 from fcoll.simulation.batched import _torch
 from fcoll.simulation.batched.stage import Stage, stage_of
 from fcoll.source import user_line
+from fcoll.table import stacks
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 
@@ -135,6 +138,55 @@ def _refusal(name: str) -> Callable[..., Any]:
             return packet(*args, **kwargs)
 
     return kernel
+
+
+# -- fcoll.identity, which is no row: its gradient is all_reduce ---
+
+
+class _Identity(SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        with torch.enable_grad(), below_autograd():
+            return torch.ops.fcoll_simulation.identity(x, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return direct.call("all_reduce", grad, "sum", ctx.group_name, "identity"), None
+
+
+def _identity(x: Tensor, group_name: str) -> Tensor:
+    """Of one level of torch.func.grad."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        with single_level_functions():
+            return _Identity.apply(x, group_name)
+    with below_autograd():
+        return torch.ops.fcoll_simulation.identity(x, group_name)
+
+
+def _identity_of_ranks(x: Tensor, group_name: str) -> Tensor:
+    stage, level = stage_of(group_name), _torch.current_level()
+    if stage is None or level.level() != _level_of(stage):
+        with _torch.past_vmap_mode():
+            return torch.ops.fcoll_simulation.identity(x, group_name)
+    with _torch.below(level):
+        x_W = _torch.stacked(x, level.level(), stage.size)
+        y_W = stacks.identity(x_W, {}, stage.partition(group_name))
+        return _torch.add_rank_dim(y_W, 0, level.level())
+
+
+_lib.define("identity(Tensor x, str group_name) -> Tensor")
+_lib.impl("identity", lambda x, group_name: x.clone(), "CompositeExplicitAutograd")
+_lib.impl("identity", _identity, "Autograd")
+torch.library.register_vmap(
+    "fcoll_simulation::identity",
+    lambda info, dims, x, group_name: (
+        torch.ops.fcoll_simulation.identity(x, group_name),
+        dims[0],
+    ),
+    lib=_lib,
+)
+_torch.on_vmap("fcoll_simulation", "identity", _identity_of_ranks)
 
 
 # -- what is another value on each rank ---
