@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.graph.issued import Issued
 from fcoll.graph.nodes import arguments, is_wait, row_of_node
+from fcoll.scheduling.rewrite import Rewrite
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 
@@ -152,18 +153,13 @@ def made_again(
     return merged(graph_module, [by_name[name] for name in names if name in by_name], buckets)
 
 
-class _Merge:
+class _Merge(Rewrite):
     def __init__(self, graph_module: GraphModule, buckets: Sequence[Bucket]) -> None:
-        self.given = graph_module
-        self.graph = Graph()
-        self.made: dict[Node, Node] = {}
-        self.by_name = {node.name: node for node in graph_module.graph.nodes}
+        super().__init__(graph_module)
         self.last = {b.members[-1]: b for b in buckets}
         self.member = {name for b in buckets for name in b.members}
         self.bucket_of = {wait: b for b in buckets for wait in b.waits}
         self.results: dict[str, Node] = {}  # bucket -> its wait
-        first = self.by_name[buckets[0].members[0]].all_input_nodes[0]
-        self.mode = first.meta["val"].fake_mode
 
     def run(self, order: Sequence[Node]) -> GraphModule:
         for node in order:
@@ -173,10 +169,8 @@ class _Merge:
             elif node.name in self.bucket_of:
                 self.take_out(node, self.bucket_of[node.name])
             else:
-                self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
-        self.graph._codegen = self.given.graph._codegen
-        self.graph.lint()
-        return GraphModule(self.given, self.graph)
+                self.copy(node)
+        return self.finish()
 
     def send(self, bucket: Bucket) -> None:
         """One input, one collective, one wait."""
@@ -184,25 +178,17 @@ class _Merge:
         inputs = [self.made[node.all_input_nodes[0]] for node in starts]
         n = self.ranks(starts[0]) if bucket.op == REDUCE_SCATTER_TENSOR.name else 1
         # Of a reduce-scatter each rank's part of every member must lie together.
-        name = bucket.name
+        name, row = bucket.name, starts[-1]
         flat = [
-            self.call(f"{name}_flat_{i}", aten.view.default, x, [n, -1])
-            for i, x in enumerate(inputs)
+            self.call(f"{name}_flat_{i}", aten.view.default, x, [n, -1], like=node)
+            for i, (x, node) in enumerate(zip(inputs, starts, strict=True))
         ]
-        whole = self.call(f"{name}_cat", aten.cat.default, flat, 1)
-        whole = self.call(f"{name}_sent", aten.view.default, whole, [-1])
-        row = starts[-1]
+        whole = self.call(f"{name}_cat", aten.cat.default, flat, 1, like=row)
+        whole = self.call(f"{name}_sent", aten.view.default, whole, [-1], like=row)
         args = tuple(whole if isinstance(a, Node) else a for a in row.args)
-        started = self.graph.create_node("call_function", row.target, args, {}, name)
-        started.meta = dict(row.meta)
-        grown = sum(node.meta["val"].numel() for node in starts)
-        started.meta["val"] = self.value(whole.meta["val"].new_empty, [grown])
-        wait_op = self.by_name[bucket.waits[-1]]
-        waited = self.graph.create_node(
-            "call_function", wait_op.target, (started,), {}, f"{name}_wait"
-        )
-        waited.meta = {**wait_op.meta, "val": started.meta["val"]}
-        self.results[name] = waited
+        started = self.call(name, row.target, *args, like=row, **row.kwargs)
+        wait = self.by_name[bucket.waits[-1]]
+        self.results[name] = self.call(f"{name}_wait", wait.target, started, like=wait)
 
     def take_out(self, wait: Node, bucket: Bucket) -> None:
         """A member's part of the result, by the name of its wait."""
@@ -212,25 +198,15 @@ class _Merge:
         counts = [node.meta["val"].numel() // n for node in starts]
         end = list(itertools.accumulate(counts))[position]
         name, begin = wait.name, end - counts[position]
-        table = self.call(f"{name}_table", aten.view.default, whole, [n, sum(counts)])
-        part = self.call(f"{name}_part", aten.slice.Tensor, table, 1, begin, end)
+        table = [n, sum(counts)]
+        part = self.call(f"{name}_table", aten.view.default, whole, table, like=wait)
+        part = self.call(f"{name}_part", aten.slice.Tensor, part, 1, begin, end, like=wait)
         if n > 1:
             kind = torch.contiguous_format
-            part = self.call(f"{name}_copy", aten.clone.default, part, memory_format=kind)
+            copy = f"{name}_copy"
+            part = self.call(copy, aten.clone.default, part, memory_format=kind, like=wait)
         shape = list(wait.meta["val"].shape)
-        self.made[wait] = self.call(name, aten.view.default, part, shape)
-        self.made[wait].meta = {**wait.meta, "val": self.made[wait].meta["val"]}
+        self.made[wait] = self.call(name, aten.view.default, part, shape, like=wait)
 
     def ranks(self, start: Node) -> int:
         return int(arguments(start)["group_size"])
-
-    def call(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """Named, so that buckets made again, of a plan from a file, are the same nodes."""
-        node = self.graph.create_node("call_function", op, args, kwargs, name)
-        values = torch.fx.map_arg(args, lambda x: x.meta["val"])
-        node.meta["val"] = self.value(op, *values, **kwargs)
-        return node
-
-    def value(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.mode:
-            return fn(*args, **kwargs)

@@ -10,11 +10,14 @@ from fcoll.units import show_bytes
 
 if TYPE_CHECKING:
     from fcoll.scheduling.plan import Plan
+    from fcoll.scheduling.splits import Split
 
 
 def explain(plan: Plan, name: str) -> str:
     """Where the step stands, when it runs, what it waited for and what comes of moving it."""
     by_name = {step.name: step for step in plan.steps}
+    if name not in by_name and (text := _of_change(plan, name)):
+        return text
     if name not in by_name:
         some = tuple(by_name)[:5]
         raise BadOption(op="explain", arg="step", value=name, known=f"the steps, such as {some}")
@@ -24,6 +27,7 @@ def explain(plan: Plan, name: str) -> str:
     moved = place[name] - was.get(name, place[name])
     how = f"{abs(moved)} steps {'later' if moved > 0 else 'earlier'}" if moved else "not moved"
     lines = [f"{name}: {_what(step)}", f"step {place[name]} of {len(plan.steps)}, {how}"]
+    lines += [_part_of(plan, name)]
     lines += [_when(plan, step), _bound_by(plan, step, place), _needed_by(plan, step, place)]
     return "\n".join(line for line in lines if line)
 
@@ -87,3 +91,60 @@ def _needed_by(plan: Plan, step: Step, place: dict[str, int]) -> str:
         return "nothing needs it but the graph's output"
     first = min(users, key=lambda s: place[s.name])
     return f"first needed by {first.name}, step {place[first.name]}"
+
+
+# -- buckets and splits ---
+
+
+def _of_change(plan: Plan, name: str) -> str:
+    """Of a node that came in and is in chunks or in a bucket now."""
+    for split in plan.splits:
+        if name in split.members:
+            return _chunks(plan, split, name)
+    for bucket in plan.buckets:
+        if name in (*bucket.members, *bucket.waits):
+            others = len(bucket.members) - 1
+            how = f"{name}: sent in {bucket.name} with {others} more, {show_bytes(bucket.bytes)}"
+            return f"{how}\n{explain(plan, bucket.name)}"
+    return ""
+
+
+def _chunks(plan: Plan, split: Split, name: str) -> str:
+    by_name = {step.name: step for step in plan.steps}
+    chunks = [by_name[f"{name}_c{j}"] for j in range(split.chunks) if f"{name}_c{j}" in by_name]
+    if not chunks:
+        return f"{name}: in {split.chunks} chunks, takes no time"
+    lines = [f"{name}: {chunks[0].op} in {split.chunks} chunks, of {split.name}"]
+    lines += [f"  {chunk.name} {_when(plan, chunk)}" for chunk in chunks]
+    place = {s.name: i for i, s in enumerate(plan.steps)}
+    ends = [s for s in plan.steps if s.kind == "wait" and s.collective == chunks[0].collective]
+    if chunks[0].kind == "start" and ends and len(chunks) > 1:
+        user = _first_user(plan, ends[0].name, place)
+        if user is not None and place[user] < place[_last_wait(plan, chunks[-1])]:
+            lines.append(f"{user} starts after its first chunk, before the last is there")
+        elif user is not None:
+            lines.append(f"{user} starts after its first chunk")
+    return "\n".join(lines)
+
+
+def _first_user(plan: Plan, name: str, place: dict[str, int]) -> str | None:
+    users = [s.name for s in plan.steps if name in s.inputs]
+    return min(users, key=place.__getitem__, default=None)
+
+
+def _last_wait(plan: Plan, start: Step) -> str:
+    waits = (s.name for s in plan.steps if s.kind == "wait" and s.collective == start.collective)
+    return next(waits, start.name)
+
+
+def _part_of(plan: Plan, name: str) -> str:
+    for split in plan.splits:
+        of, _, chunk = name.rpartition("_c")
+        if of in split.members and chunk.isdigit():
+            return f"chunk {int(chunk) + 1} of {split.chunks} of {of}"
+        if name in (f"{of}_whole" for of in split.members):
+            return f"puts the chunks of {name.removesuffix('_whole')} together"
+    for bucket in plan.buckets:
+        if name == bucket.name:
+            return f"sends {', '.join(bucket.members)} as one"
+    return ""

@@ -19,7 +19,9 @@ from fcoll.graph.steps import Step
 from fcoll.scheduling import apply, verify
 from fcoll.scheduling.buckets import Bucket, made_again
 from fcoll.scheduling.explain import explain
+from fcoll.scheduling.splits import Split, split_graph
 from fcoll.scheduling.timeline import Timeline, timeline
+from fcoll.scheduling.verify_changes import check_changes
 from fcoll.units import show_bytes
 
 
@@ -30,8 +32,9 @@ class Plan:
     ``order`` are the names of nodes (of a plan without a graph: of steps), ``steps`` the steps in
     the planned order. ``original_us`` and ``original_peak_bytes`` are those of the order that came
     in, ``cap_bytes`` is the memory cap, None without one. ``buckets`` say which collectives are
-    sent as one; then ``graph_module`` is the graph in which they are, ``order`` one of its nodes,
-    and the bound one for that graph.
+    sent as one, ``splits`` which are run in chunks with the products around them; then
+    ``graph_module`` is the graph in which that is done, ``order`` one of its nodes, the bound one
+    for that graph, and ``source`` the graph that came in.
     """
 
     scheduler: str
@@ -44,6 +47,7 @@ class Plan:
     original_peak_bytes: int
     cap_bytes: int | None
     buckets: tuple[Bucket, ...]
+    splits: tuple[Split, ...]
     steps: tuple[Step, ...] = field(repr=False)
     original_steps: tuple[Step, ...] = field(repr=False)
     us: Mapping[str, float] = field(repr=False)
@@ -51,6 +55,7 @@ class Plan:
     collectives: tuple[Issued, ...] = field(repr=False, default=())
     machine: Machine | None = field(repr=False, default=None)
     graph_module: GraphModule | None = field(repr=False, default=None, compare=False)
+    source: GraphModule | None = field(repr=False, default=None, compare=False)
 
     @property
     def over_bound(self) -> float:
@@ -66,7 +71,8 @@ class Plan:
     def digest(self) -> str:
         """The same on all ranks that have the same plan."""
         issued = [(s.stream, s.name) for s in self.steps if s.kind == "start"]
-        text = json.dumps([self.order, issued, [vars(b) for b in self.buckets]], default=str)
+        changed = [vars(x) for x in (*self.splits, *self.buckets)]
+        text = json.dumps([self.order, issued, changed], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
@@ -81,7 +87,7 @@ class Plan:
         verify_plan(self)
 
     def apply(self) -> GraphModule:
-        """A new graph module in this order, buckets made; it gives the same values."""
+        """A new graph module in this order, buckets and splits made; it gives the same values."""
         if self.graph_module is None:
             raise NoGraph(what="steps alone, or from a file,")
         return apply.apply(self.graph_module, self.order)
@@ -98,6 +104,7 @@ class Plan:
         """Write the plan to a file, without its graph and timeline."""
         plain = {name: getattr(self, name) for name in _SAVED}
         plain["buckets"] = [vars(b) for b in self.buckets]
+        plain["splits"] = [vars(s) for s in self.splits]
         plain["steps"] = [_plain(s) for s in self.steps]
         plain["original_steps"] = [s.name for s in self.original_steps]
         plain["digest"] = self.digest
@@ -121,6 +128,8 @@ class Plan:
         if self.buckets:
             merged = sum(len(b.members) for b in self.buckets)
             rows.append(f"{merged} collectives are sent as {len(self.buckets)}")
+        if self.splits:
+            rows.append(f"{sum(len(s.collectives) for s in self.splits)} collectives are in chunks")
         return "\n".join(rows)
 
 
@@ -142,6 +151,8 @@ def verify_plan(plan: Plan) -> None:
     verify.check_memory(plan.steps, plan.held_bytes, plan.peak_bytes, cap, fail)
     if plan.graph_module is not None:
         verify.check_nodes(plan.graph_module, plan.order, fail)
+    if plan.graph_module is not None and plan.source is not None:
+        check_changes(plan.source, plan.graph_module, plan.splits, plan.buckets, fail)
 
 
 def freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -196,12 +207,18 @@ def _loaded(data: dict[str, Any], graph_module: GraphModule | None) -> Plan:
     by_name = {step.name: step for step in steps}
     originals = tuple(by_name[name] for name in data.pop("original_steps"))
     buckets = tuple(Bucket(**{k: _tuple(v) for k, v in b.items()}) for b in data.pop("buckets"))
+    splits = tuple(Split(**{k: _tuple(v) for k, v in s.items()}) for s in data.pop("splits"))
     data["order"] = tuple(data["order"])
+    source = graph_module
+    if splits and graph_module is not None:
+        graph_module = split_graph(graph_module, splits)
     if buckets and graph_module is not None:
         graph_module = made_again(graph_module, data["order"], buckets)
     plan = Plan(
         **data,
+        source=source if buckets or splits else None,
         buckets=buckets,
+        splits=splits,
         steps=steps,
         original_steps=originals,
         graph_module=graph_module,

@@ -17,10 +17,9 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
-from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
-from fcoll.scheduling.buckets import merged, proposals
+from fcoll.scheduling.changes import Change, Priced, changes
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
@@ -30,7 +29,7 @@ from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
 
 _NEVER = float("inf")
-BUCKETS_UP_TO = 6000  # units: each proposal is planned anew
+CHANGES_UP_TO = 6000  # units: each proposal is planned anew
 
 
 def schedule(
@@ -41,7 +40,8 @@ def schedule(
     memory_cap: int | str | None = "+0%",
     scheduler: str | Scheduler = "overlap",
     sizes: Mapping[str, int] | None = None,
-    buckets: bool = True,
+    buckets: bool | None = None,
+    splits: bool | None = None,
 ) -> Plan:
     """Order a program's compute and communication so that it takes the least time.
 
@@ -50,8 +50,12 @@ def schedule(
     model: {node name: us}, or a function of a Step that gives None where it knows nothing; with
     them every node is a kernel of its own. ``memory_cap`` is in bytes, or relative to the order
     that came in ("+0%", "+5%"), or None. ``scheduler`` is a name or a function: Steps in, names
-    out. ``buckets``: may small collectives be sent as one, where that is faster? Only with the
-    machine's prices: {node name: us} says nothing of merged ones.
+    out.
+
+    ``buckets``: may small collectives be sent as one, where that is faster? ``splits``: may large
+    ones, and the products around them, be run in chunks? By default yes, but with {node name: us},
+    which says nothing of the nodes that come of it. With True these get prices that follow from
+    the given ones (changes.py), so that ``plan.order`` has nodes that the graph had not.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
     get the same plan, so prices must not be measured on each rank by itself.
@@ -65,8 +69,11 @@ def schedule(
         True
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
+    allowed = entry.buckets and not isinstance(costs, Mapping)
+    buckets = allowed if buckets is None else buckets and entry.buckets
+    splits = allowed if splits is None else splits and entry.buckets
     with without_collector():
-        return _schedule(trace, machine, costs, memory_cap, entry, sizes, buckets)
+        return _schedule(trace, machine, costs, memory_cap, entry, sizes, buckets, splits)
 
 
 @contextmanager
@@ -90,17 +97,22 @@ def _schedule(
     entry: Entry,
     sizes: Mapping[str, int] | None,
     buckets: bool,
+    splits: bool,
 ) -> Plan:
-    priced: Mapping[str, float] = costs if isinstance(costs, Mapping) else {}
-    program = _read(trace, sizes, costs is None, priced)
+    by_name = costs if isinstance(costs, Mapping) else None
+    program = _read(trace, sizes, costs is None, by_name or {})
     job = _job(program, machine, costs)
     cap = _cap_bytes(memory_cap, job.original.peak_bytes) if entry.keeps_cap else None
     job.cap_bytes = _NEVER if cap is None else cap
     plan = _plan(job, entry, cap, program, machine)
     verify_plan(plan)
-    if entry.buckets and buckets and not isinstance(costs, Mapping):
-        plan = _with_buckets(plan, job, entry, program, machine, costs)
-    return plan
+    if program.graph_module is None or job.problem.n > CHANGES_UP_TO or not (buckets or splits):
+        return plan
+    base = Priced(Change(program.graph_module, (), (), by_name), job, program.collectives)
+    again = _Again(plan, program, machine, costs)
+    for change in changes(base, machine, again.read, buckets, splits):
+        again.plan(change, entry)
+    return again.best
 
 
 def _job(program: _Program, machine: Machine, costs: Costs | None) -> Job:
@@ -110,40 +122,42 @@ def _job(program: _Program, machine: Machine, costs: Costs | None) -> Job:
     return Job.of(problem, us, _NEVER, program.graph_module)
 
 
-def _with_buckets(
-    plan: Plan, job: Job, entry: Entry, program: _Program, machine: Machine, costs: Costs | None
-) -> Plan:
-    """The fastest of the plan and of plans with buckets, under the same cap and prices.
+class _Again:
+    """Plans changed graphs under the cap and by the prices of a plan; ``best`` is the fastest."""
 
-    Buckets are proposed for orders in which much is under way at once: waits late, and starts early
-    as well. They do not depend on the cap, so that a larger one is never slower. Each proposal is
-    made and planned as any other graph.
-    """
-    graph_module = program.graph_module
-    if graph_module is None or job.problem.n > BUCKETS_UP_TO:
-        return plan
-    early = classic.by_communication(job.problem, raise_comms=True)
-    for order in (range(job.problem.n), early):
-        names = job.names(classic.waits_late(job.problem, order, _NEVER))
-        nodes = node_order(graph_module, names)
-        for found in proposals(nodes, program.collectives, machine):
-            made = merged(graph_module, nodes, found)
-            other = _read(made, program.sizes, costs is None, ())
-            again = _job(other, machine, costs)
-            again.cap_bytes = job.cap_bytes
-            try:
-                bucketed = _plan(again, entry, plan.cap_bytes, other, machine)
-            except MemoryCapTooSmall:
-                continue
-            if bucketed.makespan_us < plan.makespan_us:
-                plan = replace(
-                    bucketed,
-                    buckets=tuple(found),
-                    original_us=plan.original_us,
-                    original_peak_bytes=plan.original_peak_bytes,
-                )
-                verify_plan(plan)
-    return plan
+    def __init__(
+        self, plan: Plan, program: _Program, machine: Machine, costs: Costs | None
+    ) -> None:
+        self.best, self.program, self.machine, self.costs = plan, program, machine, costs
+        self.known: dict[int, tuple[Change, _Program, Job]] = {}
+
+    def read(self, change: Change) -> Priced:
+        costs = self.costs if change.costs is None else change.costs
+        program = _read(change.graph_module, self.program.sizes, costs is None, change.costs or ())
+        job = _job(program, self.machine, costs)
+        self.known[id(change)] = change, program, job
+        return Priced(change, job, program.collectives)
+
+    def plan(self, change: Change, entry: Entry) -> None:
+        if id(change) not in self.known:
+            self.read(change)
+        _, program, job = self.known[id(change)]
+        before = self.best
+        job.cap_bytes = _NEVER if before.cap_bytes is None else before.cap_bytes
+        try:
+            made = _plan(job, entry, before.cap_bytes, program, self.machine)
+        except MemoryCapTooSmall:
+            return
+        if made.makespan_us < before.makespan_us:
+            self.best = replace(
+                made,
+                buckets=change.buckets,
+                splits=change.splits,
+                original_us=before.original_us,
+                original_peak_bytes=before.original_peak_bytes,
+                source=self.program.graph_module,
+            )
+            verify_plan(self.best)
 
 
 @dataclass(frozen=True)
@@ -204,6 +218,7 @@ def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, machine: M
         original_peak_bytes=job.original.peak_bytes,
         cap_bytes=cap,
         buckets=(),
+        splits=(),
         steps=steps,
         original_steps=program.steps,
         us=job.us,

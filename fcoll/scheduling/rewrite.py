@@ -1,0 +1,81 @@
+"""A graph that is written anew, node by node: what buckets and splits have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+_STALE = ("tensor_meta", "val")  # of a node's meta: they are of its own value
+
+
+class Rewrite:
+    """``made`` has, for each node of the given graph, the one that has its value now."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.given = graph_module
+        self.graph = Graph()
+        self.made: dict[Node, Node] = {}
+        self.by_name = {node.name: node for node in graph_module.graph.nodes}
+        self.mode = fake_mode_of(graph_module.graph.nodes)
+        self.known: dict[Any, Any] = {}
+
+    def copy(self, node: Node) -> None:
+        self.made[node] = self.graph.node_copy(node, self.whole)
+
+    def whole(self, node: Node) -> Node:
+        """The node in the new graph that has all of a given node's value."""
+        return self.made[node]
+
+    def call(self, name: str, op: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+        """Named, so that what is made again, of a plan from a file, are the same nodes. It is from
+        where ``like`` is from."""
+        node = self.graph.create_node("call_function", op, args, kwargs, name)
+        if like is not None:
+            node.meta = {k: v for k, v in like.meta.items() if k not in _STALE}
+        node.meta["val"] = self.value(op, args, kwargs)
+        return node
+
+    def value(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The fake value of a call. Equal calls have equal values, which are made once: it takes
+        100 us."""
+        values = torch.fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+        key = (id(op), repr(torch.fx.map_arg((args, kwargs), lambda x: _facts(x.meta["val"]))))
+        if key not in self.known:
+            with self.mode:
+                self.known[key] = op(*values[0], **values[1])
+        return self.known[key]
+
+    def finish(self) -> GraphModule:
+        self.graph._codegen = self.given.graph._codegen
+        self.graph.lint()
+        module = GraphModule(self.given, self.graph)
+        module.meta.update(self.given.meta)
+        return module
+
+
+class _facts:
+    """What the value of a call depends on, printed."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        x = self.value
+        if isinstance(x, (list, tuple)):
+            return str([repr(_facts(v)) for v in x])
+        if not isinstance(x, Tensor):
+            return repr(x)
+        return f"{tuple(x.shape)}{x.stride()}{x.dtype}{x.device}{x.storage_offset()}"
+
+
+def fake_mode_of(nodes: Iterable[Node]) -> Any:
+    """The fake mode of a graph's values; None if they are not fake."""
+    for node in nodes:
+        val = node.meta.get("val")
+        if (mode := getattr(val, "fake_mode", None)) is not None:
+            return mode
+    return None

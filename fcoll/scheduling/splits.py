@@ -1,0 +1,380 @@
+"""Collectives and matrix products in chunks, so that one chunk travels while another is computed.
+
+A *split* is a part of the graph that runs in k chunks of its rows: collectives, the products before
+and behind them, and what lies in between (chunks.py says what can). What is needed in whole outside
+is put together again; that is a copy, as is taking every k-th part of what comes in. The launches
+of smaller kernels and messages are paid for, too. So splits are proposed where a collective is
+exposed, made, planned like any graph, and kept if the plan is faster (changes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fcoll.costs.machine import Machine
+from fcoll.graph.nodes import arguments, is_start, is_wait, waits_of
+from fcoll.scheduling.chunks import (
+    WHOLE,
+    Recipe,
+    blocks_after,
+    chunk_dim,
+    chunk_shape,
+    is_view,
+    multiplies,
+    recipe,
+    shape_of,
+    with_inputs,
+)
+from fcoll.scheduling.rewrite import Rewrite
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Split:
+    """Nodes that are run in ``chunks`` chunks.
+
+    ``members`` are in the order of the graph, ``blocks`` say where the rows of the chunks of each
+    are (chunks.py), ``collectives`` are those members that start one. Chunk j of a member is the
+    node ``{member}_c{j}``; where it is needed in whole there is ``{member}_whole``.
+    """
+
+    name: str
+    chunks: int
+    members: tuple[str, ...]
+    blocks: tuple[int, ...]
+    collectives: tuple[str, ...]
+
+
+class Infeasible(Exception):
+    """A split that looked right and is not: a view of a chunk that its strides do not allow."""
+
+
+# -- which ---
+
+
+class Growth:
+    """Grows splits from collectives: forward and backward until there is as much compute in chunks
+    as the collective takes times ``reach``, and at least one product."""
+
+    def __init__(
+        self, graph_module: GraphModule, us: Mapping[str, float], k: int, reach: float
+    ) -> None:
+        self.nodes = list(graph_module.graph.nodes)
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        self.us, self.k, self.reach = us, k, reach
+        self.blocks: dict[Node, int] = {}
+        self.recipes: dict[Node, Recipe] = {}
+        self.seeds: dict[Node, Node] = {}  # start -> its wait
+
+    def grow(self, starts: Iterable[str]) -> dict[Node, int]:
+        """The members of all splits around these collectives, with their blocks."""
+        wanted = set(starts)
+        for node in self.nodes:
+            if node.name in wanted and is_start(node):
+                waits = waits_of(node)
+                if len(waits) == 1 and list(node.users) == waits:
+                    self.seeds[node] = waits[0]
+        for start in self.seeds:
+            self.around(start)
+        self.trim()
+        return self.blocks
+
+    def around(self, start: Node) -> None:
+        if start in self.blocks or any(self.add_pair(start, q) for q in self.choices(start)):
+            budget = self.reach * self.us.get(start.name, 0.0)
+            self.forward(self.seeds[start], budget)
+            self.backward(start, budget)
+
+    def choices(self, start: Node) -> list[int]:
+        """The blocks that a collective may begin with: rows, or a dimension behind the batch's."""
+        shape = shape_of(start.all_input_nodes[0]) or ()
+        found = []
+        for d in range(max(len(shape) - 1, 0)):
+            for q in (1, int(arguments(start).get("group_size") or 1)):
+                found.append(prod(shape[:d]) * q)
+        exchanged = arguments(start).get("input_split_sizes")
+        return [len(exchanged)] if exchanged else list(dict.fromkeys(found))
+
+    def add_pair(self, start: Node, blocks: int) -> bool:
+        wait = self.seeds[start]
+        if not self.add(start, blocks):
+            return False
+        if not self.add(wait, blocks):
+            del self.blocks[start], self.recipes[start]
+            return False
+        return True
+
+    def add(self, node: Node, blocks: int) -> bool:
+        """Take a node in if its chunks fit to those of its neighbours."""
+        made = recipe(node, blocks, self.k)
+        if made is None or any(
+            made.needs[x] != self.blocks[x] for x in made.needs if x in self.blocks
+        ):
+            return False
+        for user in node.users:
+            if user in self.blocks and self.recipes[user].needs[node] != blocks:
+                return False
+        self.blocks[node], self.recipes[node] = blocks, made
+        return True
+
+    def forward(self, wait: Node, budget: float) -> None:
+        spent, multiplied = 0.0, False
+        heap: list[tuple[int, int, int]] = []  # (place, a counter, blocks)
+        seen = {wait}
+
+        def push(node: Node) -> None:
+            for user in node.users:
+                if user not in seen and user.op == "call_function":
+                    after = blocks_after(user, node, self.blocks[node], self.k)
+                    if after:
+                        seen.add(user)
+                        heappush(heap, (self.index[user], len(seen), after))
+
+        push(wait)
+        while heap and not (multiplied and spent >= budget):
+            at, _, blocks = heappop(heap)
+            node = self.nodes[at]
+            if node not in self.blocks and not self.take(node, blocks):
+                continue
+            if node in self.seeds:
+                continue  # it has a turn of its own
+            spent += self.us.get(node.name, 0.0)
+            multiplied |= multiplies(node)
+            push(node)
+
+    def backward(self, start: Node, budget: float) -> None:
+        spent, multiplied = 0.0, False
+        heap: list[tuple[int, int, int]] = []
+        seen = {start}
+
+        def push(node: Node) -> None:
+            for x, blocks in self.recipes[node].needs.items():
+                if blocks != WHOLE and x not in seen and x.op == "call_function":
+                    seen.add(x)
+                    heappush(heap, (-self.index[x], len(seen), blocks))
+
+        push(start)
+        while heap and not (multiplied and spent >= budget):
+            at, _, blocks = heappop(heap)
+            node = self.nodes[-at]
+            if node not in self.blocks and not self.take(node, blocks):
+                continue
+            if is_wait(node) or is_start(node):
+                continue
+            spent += self.us.get(node.name, 0.0)
+            multiplied |= multiplies(node)
+            push(node)
+
+    def take(self, node: Node, blocks: int) -> bool:
+        """Other collectives only if they are to be split as well."""
+        if is_start(node):
+            return node in self.seeds and self.add_pair(node, blocks)
+        if is_wait(node):
+            start = node.all_input_nodes[0]
+            return self.seeds.get(start) is node and self.add_pair(start, blocks)
+        return self.add(node, blocks)
+
+    def trim(self) -> None:
+        """At its ends a split has products and collectives: the rest gains nothing there. All
+        parts of a list are in it, or none."""
+        before = -1
+        while len(self.blocks) != before:
+            before = len(self.blocks)
+            for node in reversed(self.nodes):
+                if node in self.blocks and self.is_loose(node):
+                    self.drop(node)
+            for node in self.nodes:
+                if node in self.blocks and self.is_loose(node):
+                    self.drop(node)
+
+    def is_loose(self, node: Node) -> bool:
+        if isinstance(node.meta.get("val"), (list, tuple)):
+            return any(user not in self.blocks for user in node.users)
+        if multiplies(node) or is_wait(node) or is_start(node):
+            return False
+        used = any(user in self.blocks for user in node.users)
+        return not used or not any(x in self.blocks for x in node.all_input_nodes)
+
+    def drop(self, node: Node) -> None:
+        self.blocks.pop(node, None)
+        self.recipes.pop(node, None)
+
+
+def grown(
+    graph_module: GraphModule, starts: Iterable[str], us: Mapping[str, float], k: int, reach: float
+) -> list[Split]:
+    """Splits around these collectives, whether they pay or not."""
+    growth = Growth(graph_module, us, k, reach)
+    blocks = growth.grow(starts)
+    found = []
+    for members in _connected(growth.nodes, blocks):
+        started = [node.name for node in members if is_start(node)]
+        if started and any(map(multiplies, members)):
+            names = tuple(node.name for node in members)
+            where = tuple(blocks[node] for node in members)
+            found.append(Split(f"split_{started[0]}", k, names, where, tuple(started)))
+    return found
+
+
+def proposed(
+    graph_module: GraphModule,
+    exposed_us: Mapping[str, float],
+    us: Mapping[str, float],
+    machine: Machine,
+    k: int,
+    reach: float,
+) -> list[Split]:
+    """Splits around the collectives that are exposed, those that can pay."""
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+
+    def pays(split: Split) -> bool:
+        gain = (1 - 1 / k) * sum(exposed_us.get(name, 0.0) for name in split.collectives)
+        return gain > _overhead_us(split, by_name, machine, us)
+
+    return list(filter(pays, grown(graph_module, exposed_us, us, k, reach)))
+
+
+def _connected(nodes: Sequence[Node], blocks: Mapping[Node, int]) -> list[list[Node]]:
+    """Members that hang together, in the order of the graph."""
+    group: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if node not in blocks:
+            continue
+        mine = [node]
+        for other in {id(group[x]): group[x] for x in node.all_input_nodes if x in group}.values():
+            mine = [*other, *mine]
+        for member in mine:
+            group[member] = mine
+    place = {node: i for i, node in enumerate(nodes)}
+    unique = {id(members): members for members in group.values()}
+    return [sorted(members, key=place.__getitem__) for members in unique.values()]
+
+
+def _overhead_us(
+    split: Split, by_name: Mapping[str, Node], machine: Machine, us: Mapping[str, float]
+) -> float:
+    """What the chunks cost on the compute stream: launches, and copies at the ends."""
+    blocks = {by_name[name]: q for name, q in zip(split.members, split.blocks, strict=True)}
+    computed = [node for node in blocks if not is_start(node) and not is_view(node)]
+    kernels = sum(us.get(node.name, 0.0) > 0 for node in computed)
+    copied = {node for node in computed if any(user not in blocks for user in node.users)}
+    for node, q in blocks.items():
+        made = recipe(node, q, split.chunks)
+        needs = made.needs.items() if made else ()
+        copied |= {x for x, mine in needs if mine > 1 and x not in blocks}
+    nbytes = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in copied)
+    rate = 1e3 * machine.memory_gb_per_s * machine.memory_efficiency
+    launches = (split.chunks - 1) * kernels + len(copied)
+    return launches * machine.launch_us + 2 * nbytes / rate
+
+
+# -- how ---
+
+
+def split_graph(graph_module: GraphModule, splits: Sequence[Split]) -> GraphModule:
+    """A new graph with the splits made, else in the order that it has."""
+    return _Splitting(graph_module, splits).run()
+
+
+class _Splitting(Rewrite):
+    def __init__(self, graph_module: GraphModule, splits: Sequence[Split]) -> None:
+        super().__init__(graph_module)
+        self.member = {
+            name: (split.chunks, blocks)
+            for split in splits
+            for name, blocks in zip(split.members, split.blocks, strict=True)
+        }
+        self.chunks: dict[Node, list[Node]] = {}
+        self.cut: dict[Any, list[Node]] = {}  # of nodes that come in
+
+    def run(self) -> GraphModule:
+        for node in self.given.graph.nodes:
+            try:
+                if node.name in self.member:
+                    self.chunk(node, *self.member[node.name])
+                else:
+                    self.copy(node)
+            except RuntimeError as error:  # torch says that it is no view
+                raise Infeasible(f"{node.name}: {error}") from error
+        return self.finish()
+
+    def chunk(self, node: Node, k: int, blocks: int) -> None:
+        made = recipe(node, blocks, k)
+        if made is None:
+            raise Infeasible(f"{node.name} cannot be run in {k} chunks")
+        self.chunks[node] = []
+        for j in range(k):
+
+            def give(x: Node, j: int = j) -> Node:
+                return self.part(x, made.needs[x], k, j)
+
+            args, kwargs = with_inputs(made, give)
+            call = self.call(f"{node.name}_c{j}", node.target, *args, like=node, **kwargs)
+            self.chunks[node].append(call)
+        val, shape = self.chunks[node][0].meta["val"], shape_of(node)
+        if hasattr(val, "shape") and tuple(val.shape) != chunk_shape(shape or (), blocks, k):
+            raise Infeasible(f"a chunk of {node.name} has the shape {tuple(val.shape)}")
+
+    def part(self, node: Node, blocks: int, k: int, j: int) -> Node:
+        """Chunk j of an input, or all of it."""
+        if blocks == WHOLE:
+            return self.whole(node)
+        if self.member.get(node.name) == (k, blocks):
+            return self.chunks[node][j]
+        key = (node, blocks, k)
+        if key not in self.cut:
+            self.cut[key] = [self.take_out(node, blocks, k, i) for i in range(k)]
+        return self.cut[key][j]
+
+    def take_out(self, node: Node, blocks: int, k: int, j: int) -> Node:
+        """Chunk j of a tensor that is whole."""
+        x, name = self.whole(node), f"{node.name}_part{j}"
+        shape = shape_of(node) or ()
+        d = chunk_dim(shape, blocks, k) or 0
+        each = blocks // prod(shape[:d])
+        wide = shape[d] // each // k
+        if each > 1:
+            table = [*shape[:d], each, shape[d] // each, *shape[d + 1 :]]
+            x = self.call(f"{name}_table", aten.view.default, x, table, like=node)
+        at = d + (each > 1)
+        x = self.call(f"{name}_rows", aten.slice.Tensor, x, at, j * wide, (j + 1) * wide, like=node)
+        if blocks > 1:
+            kind = torch.contiguous_format
+            x = self.call(f"{name}_copy", aten.clone.default, x, memory_format=kind, like=node)
+        if each > 1:
+            whole = list(chunk_shape(shape, blocks, k))
+            x = self.call(name, aten.view.default, x, whole, like=node)
+        return x
+
+    def whole(self, node: Node) -> Node:
+        if node in self.chunks and node not in self.made:
+            self.made[node] = self.put_together(node)
+        return self.made[node]
+
+    def put_together(self, node: Node) -> Node:
+        """All chunks of a member, in their places; of a view, what it is of, seen so again."""
+        k, blocks = self.member[node.name]
+        shape, parts = shape_of(node) or (), self.chunks[node]
+        if is_view(node):
+            return self.graph.node_copy(node, self.whole)
+        if is_start(node):
+            raise Infeasible(f"{node.name} is needed in whole")
+        d, name = chunk_dim(shape, blocks, k) or 0, f"{node.name}_whole"
+        each = blocks // prod(shape[:d])
+        if each == 1:
+            return self.call(name, aten.cat.default, parts, d, like=node)
+        table = [*shape[:d], each, shape[d] // each // k, *shape[d + 1 :]]
+        rows = [
+            self.call(f"{node.name}_rows{j}", aten.view.default, x, table, like=node)
+            for j, x in enumerate(parts)
+        ]
+        joined = self.call(f"{node.name}_joined", aten.cat.default, rows, d + 1, like=node)
+        return self.call(name, aten.view.default, joined, list(shape), like=node)
