@@ -165,14 +165,14 @@ class _Merge(Rewrite):
         for node in order:
             if node.name in self.member:
                 if node.name in self.last:
-                    self.send(self.last[node.name])
+                    self.merge(self.last[node.name])
             elif node.name in self.bucket_of:
                 self.take_out(node, self.bucket_of[node.name])
             else:
                 self.copy(node)
         return self.finish()
 
-    def send(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket) -> None:
         """One input, one collective, one wait."""
         starts = [self.by_name[name] for name in bucket.members]
         inputs = [self.made[node.all_input_nodes[0]] for node in starts]
@@ -186,9 +186,10 @@ class _Merge(Rewrite):
         whole = self.call(f"{name}_cat", aten.cat.default, flat, 1, like=row)
         whole = self.call(f"{name}_sent", aten.view.default, whole, [-1], like=row)
         args = tuple(whole if isinstance(a, Node) else a for a in row.args)
-        started = self.call(name, row.target, *args, like=row, **row.kwargs)
+        shape = [sum(node.meta["val"].numel() for node in starts)]
+        started = self.send(name, shape, *args, like=row, **row.kwargs)
         wait = self.by_name[bucket.waits[-1]]
-        self.results[name] = self.call(f"{name}_wait", wait.target, started, like=wait)
+        self.results[name] = self.send(f"{name}_wait", shape, started, like=wait)
 
     def take_out(self, wait: Node, bucket: Bucket) -> None:
         """A member's part of the result, by the name of its wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,25 @@ class Rewrite:
         """The node in the new graph that has all of a given node's value."""
         return self.made[node]
 
-    def call(self, name: str, op: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+    def call(self, name: str, op: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
         """Named, so that what is made again, of a plan from a file, are the same nodes. It is from
         where ``like`` is from."""
         node = self.graph.create_node("call_function", op, args, kwargs, name)
-        if like is not None:
-            node.meta = {k: v for k, v in like.meta.items() if k not in _STALE}
+        node.meta = {k: v for k, v in like.meta.items() if k not in _STALE}
         node.meta["val"] = self.value(op, args, kwargs)
+        return node
+
+    def send(self, name: str, shape: Sequence[int], *args: Any, like: Node, **kwargs: Any) -> Node:
+        """The collective, or wait, that ``like`` is, of other data: a tensor of this shape. It is
+        not called: its group may be another process's."""
+        node = self.graph.create_node("call_function", like.target, args, kwargs, name)
+        node.meta = {k: v for k, v in like.meta.items() if k not in _STALE}
+        val = like.meta["val"]
+        key = ("empty", tuple(shape), val.dtype, val.device)
+        if key not in self.known:
+            with self.mode:
+                self.known[key] = val.new_empty(tuple(shape))
+        node.meta["val"] = self.known[key]
         return node
 
     def value(self, op: Any, args: Any, kwargs: Any) -> Any:

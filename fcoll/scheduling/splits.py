@@ -310,6 +310,7 @@ class _Splitting(Rewrite):
         made = recipe(node, blocks, k)
         if made is None:
             raise Infeasible(f"{node.name} cannot be run in {k} chunks")
+        shape = chunk_shape(shape_of(node) or (), blocks, k)
         self.chunks[node] = []
         for j in range(k):
 
@@ -317,10 +318,14 @@ class _Splitting(Rewrite):
                 return self.part(x, made.needs[x], k, j)
 
             args, kwargs = with_inputs(made, give)
-            call = self.call(f"{node.name}_c{j}", node.target, *args, like=node, **kwargs)
+            name = f"{node.name}_c{j}"
+            if is_start(node) or is_wait(node):
+                call = self.send(name, shape, *args, like=node, **kwargs)
+            else:
+                call = self.call(name, node.target, *args, like=node, **kwargs)
             self.chunks[node].append(call)
-        val, shape = self.chunks[node][0].meta["val"], shape_of(node)
-        if hasattr(val, "shape") and tuple(val.shape) != chunk_shape(shape or (), blocks, k):
+        val = self.chunks[node][0].meta["val"]
+        if hasattr(val, "shape") and tuple(val.shape) != shape:
             raise Infeasible(f"a chunk of {node.name} has the shape {tuple(val.shape)}")
 
     def part(self, node: Node, blocks: int, k: int, j: int) -> Node:
