@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fcoll.costs.machine import Link, Machine
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
@@ -42,11 +44,13 @@ class Shape:
 
 @dataclass
 class Program:
-    """A graph and the time of each of its nodes in us."""
+    """A graph, the time of each of its nodes in us, and a machine that has the same prices, for
+    nodes that are made of them."""
 
     shape: Shape
     graph_module: fx.GraphModule
     costs: dict[str, float]
+    machine: Machine
 
 
 @dataclass
@@ -155,7 +159,7 @@ class _Step:
             out = [grad, *self.updates]
         self.g.graph.output((out,) if not isinstance(out, list) else tuple(out))
         module = fx.GraphModule(torch.nn.Module(), self.g.graph)
-        return Program(s, module, _scaled(module, self.g.costs, s.ratio))
+        return Program(s, module, *_scaled(module, self.g.costs, s.ratio))
 
     def hidden(self, layer: int) -> int:
         wide = 2 * self.shape.dim
@@ -296,7 +300,9 @@ def _without_checkpoint(shape: Shape) -> Shape:
     return Shape(**{**vars(shape), "checkpoint": False})
 
 
-def _scaled(module: fx.GraphModule, costs: dict[str, float], ratio: float) -> dict[str, float]:
+def _scaled(
+    module: fx.GraphModule, costs: dict[str, float], ratio: float
+) -> tuple[dict[str, float], Machine]:
     """Collectives cost a latency and their bytes, scaled so that together they take ``ratio`` times
     as long as all compute does."""
     calls = (n for n in module.graph.nodes if "_c10d" in str(n.target))
@@ -305,4 +311,11 @@ def _scaled(module: fx.GraphModule, costs: dict[str, float], ratio: float) -> di
     moved = sum(costs[name] for name in starts)
     latency = min(10.0, 0.2 * ratio * compute / max(len(starts), 1))
     rate = max(ratio * compute - latency * len(starts), 0.0) / max(moved, 1)
-    return {name: latency + us * rate if name in starts else us for name, us in costs.items()}
+    link = Link(0.0, 1 / (1000 * rate) if rate else 1e6)
+    machine = Machine(
+        *("suite", {"bfloat16": 400.0}, 2000.0, link, link),
+        launch_us=2.0,
+        collective_us=latency,
+    )
+    scaled = {name: latency + us * rate if name in starts else us for name, us in costs.items()}
+    return scaled, machine
