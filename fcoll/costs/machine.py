@@ -71,6 +71,7 @@ class Library:
     chained: bool = False
 
 
+LINKS = ("intra", "inter")
 #: The forms that a machine may have constants of its own for.
 KERNELS = ("one-shot", "two-shot", "multimem", "nvls")
 LIBRARIES = {
@@ -92,6 +93,10 @@ class Machine:
     ``library`` carries the collectives out, and ``forms`` are what else there is for all-reduce on
     this machine. A collective is priced as what the library does; ``form="one-shot"`` prices that
     form where there is one, ``form="best"`` the fastest of all.
+
+    What runs at the same time (fcoll/scheduling/contention.py): compute takes ``slowdown`` times as
+    long while a collective is in flight, groups share the ``shared_links`` ("intra", "inter"), and
+    the host takes ``host_us`` to issue a kernel. As they are, nothing slows anything down.
     """
 
     name: str
@@ -110,12 +115,22 @@ class Machine:
     library: str = ""
     forms: Mapping[str, Form] = field(default_factory=dict)
     form: str = ""
+    slowdown: float = 1.0
+    shared_links: Sequence[str] = ()
+    host_us: float = 0.0
     note: str = ""
 
     def __post_init__(self) -> None:
         if self.library not in LIBRARIES:
             libraries = ", ".join(filter(None, LIBRARIES))
             raise BadOption(op="Machine", arg="library", value=self.library, known=libraries)
+        for link in self.shared_links:
+            if link not in LINKS:
+                raise BadOption(op="Machine", arg="shared_links", value=link, known=LINKS)
+        if self.slowdown < 1 or self.host_us < 0:
+            low = "numbers from 1 on (slowdown) and from 0 on (host_us)"
+            value = (self.slowdown, self.host_us)
+            raise BadOption(op="Machine", arg="slowdown, host_us", value=value, known=low)
         for name, form in self.forms.items():
             if (form.like or name) not in KERNELS:
                 raise BadOption(op="Machine", arg="forms", value=name, known=", ".join(KERNELS))
@@ -194,6 +209,11 @@ class Machine:
             Link(far.latency_us, rate, far.message_us, **ramp),
         )
 
+    def links_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The links that a group of these ranks uses."""
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        return LINKS[:1] if nodes == 1 else LINKS[1:] if nodes == len(ranks) else LINKS
+
     @property
     def carrier(self) -> Library:
         return LIBRARIES[self.library]
@@ -223,6 +243,7 @@ def _machine(name: str, data: dict[str, Any]) -> Machine:
     measured = {op: tuple(map(tuple, points)) for op, points in data.get("measured", {}).items()}
     forms = {form: Form(**constants) for form, constants in data.get("forms", {}).items()}
     given: dict[str, Any] = {**data, **links, "measured": measured, "forms": forms}
+    given["shared_links"] = tuple(data.get("shared_links", ()))
     given.setdefault("name", name)
     made = Machine(**given)
     if not made.flops or made.memory_gb_per_s <= 0:

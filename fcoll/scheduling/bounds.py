@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fcoll.scheduling.contention import Contention, Flow
 from fcoll.scheduling.problem import START, Problem
 
 
@@ -26,13 +27,16 @@ class Outcome:
 
 def run(problem: Problem, order: Sequence[int]) -> Outcome:
     """The same rules as a Timeline's: compute takes its units in order, a collective queues on its
-    stream from where it is issued, and whoever needs its result blocks until it is there."""
+    stream from where it is issued, and whoever needs its result blocks until it is there. Contention
+    (fcoll/scheduling/contention.py) slows down what it does there."""
     us, _ = times(problem, order)
     return Outcome(tuple(order), us, peak_bytes(problem, order))
 
 
 def times(problem: Problem, order: Sequence[int]) -> tuple[float, list[float]]:
     """The time of the whole, and when each unit ends."""
+    if problem.contention is not None:
+        return _contended(problem, problem.contention, order)
     kind, us, stream, flights = problem.kind, problem.us, problem.stream, problem.flights
     free = [0.0] * len(problem.streams)
     ends = [0.0] * problem.n
@@ -50,6 +54,37 @@ def times(problem: Problem, order: Sequence[int]) -> tuple[float, list[float]]:
         else:
             ends[u] = now = begin + us[u]
     return max(now, max(free, default=0.0)), ends
+
+
+def _contended(
+    problem: Problem, contention: Contention, order: Sequence[int]
+) -> tuple[float, list[float]]:
+    """The same with what runs at the same time slowing down."""
+    kind, us, stream, flights = problem.kind, problem.us, problem.stream, problem.flights
+    flow, host_us = Flow(contention.slowdown), contention.host_us
+    flight: dict[int, int] = {}  # unit -> its number in the flow
+    last: dict[int, int] = {}
+    ends = [0.0] * problem.n
+    now = host = 0.0
+    for u in order:
+        host += host_us * problem.launches[u]
+        if problem.launches[u] and host > now:
+            now = host
+        if kind[u] == START:
+            after = [flight[v] for v in flights[u]]
+            if (before := last.get(stream[u])) is not None:
+                after.append(before)
+            last[stream[u]] = flight[u] = flow.issue(now, us[u], after, problem.links[u])
+            continue
+        for v in flights[u]:
+            now = max(now, flow.until(flight[v]))
+        if us[u] > 0:
+            now = flow.compute(now, us[u])
+        ends[u] = now
+    total = max(now, flow.drain())
+    for u, number in flight.items():
+        ends[u] = flow.ended[number] or 0.0
+    return total, ends
 
 
 def memory_profile(problem: Problem, order: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fcoll.graph.steps import Step
+from fcoll.scheduling.contention import Contention, launches
 
 COMPUTE, START, WAIT = 0, 1, 2
 KINDS = {"compute": COMPUTE, "start": START, "wait": WAIT}
@@ -39,6 +40,9 @@ class Problem:
     steps: tuple[Step, ...] = ()
     live_first: list[bool] = field(default_factory=list)  # buffers held from the beginning
     counts: list[int] = field(default_factory=list)  # of touches, see touch_counts
+    contention: Contention | None = None  # with it, of each unit:
+    links: list[int] = field(default_factory=list)  # the shared links that it uses
+    launches: list[int] = field(default_factory=list)  # what the host issues for it
 
     @property
     def n(self) -> int:
@@ -55,14 +59,30 @@ class Problem:
 
 
 def problem_of(
-    steps: Sequence[Step], price: Callable[[Step], float], held_bytes: int = 0
+    steps: Sequence[Step],
+    price: Callable[[Step], float],
+    held_bytes: int = 0,
+    contention: Contention | None = None,
 ) -> Problem:
     """The problem of steps in their order; ``price`` gives each its time."""
     made = _problem(steps, price, held_bytes, _kernels(steps))
     if any(needs and needs[-1] > u for u, needs in enumerate(made.before)):
         # Something between the steps of a kernel must come after one and before another.
         made = _problem(steps, price, held_bytes, [(i,) for i in range(len(steps))])
+    if contention is not None:
+        _contend(made, price, contention)
     return made
+
+
+def _contend(problem: Problem, price: Callable[[Step], float], contention: Contention) -> None:
+    """Fill in what contention asks of each unit."""
+    steps, links = problem.steps, contention.links
+    problem.contention = contention
+    for positions in problem.members:
+        last = steps[positions[-1]]
+        flies = last.kind == "start" and last.collective is not None
+        problem.links.append(links.get(last.collective, 0) if flies else 0)
+        problem.launches.append(sum(launches(steps[i], price(steps[i])) for i in positions))
 
 
 def _problem(

@@ -2,7 +2,9 @@
 
 The compute stream takes its steps in order. When it reaches a start, the collective is issued and
 runs on its group's stream after the one before it there; compute goes on. A wait, or any step that
-needs a collective's result, blocks compute until it is there. Streams do not slow one another down.
+needs a collective's result, blocks compute until it is there. Streams do not slow one another down,
+unless the machine says so (fcoll/scheduling/contention.py); then an eager host may keep the GPU
+waiting, too (``host_waits``).
 
 One rank is looked at: peers are taken to be as far as it is, so the bubbles of a pipeline are not
 seen.
@@ -12,7 +14,8 @@ its first use. ``waits="first use"`` is that; ``waits="in place"`` takes the ord
 
 *Exposed* is the time that compute is blocked while a collective runs; *hidden* is the rest of its
 time. If the awaited collective had to queue behind another one, that time is the other's: so no
-collective is exposed longer than it takes, and the step is compute plus all that is exposed.
+collective is exposed longer than it takes, and the step is compute plus all that is exposed (plus
+``host_waits``).
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from fcoll.costs.machine import Machine
-from fcoll.costs.model import collective_us, compute_us, number
+from fcoll.costs.model import collective_us, compute_us, form_of, number
 from fcoll.errors import BadOption
 from fcoll.graph.steps import Step, steps_of
+from fcoll.scheduling.contention import Contention, Flow, launches
 
 WAITS = ("in place", "first use")
 Costs = Mapping[str, float] | Callable[[Step], float | None]
@@ -66,6 +70,8 @@ class Timeline:
     machine: Machine
     rank: int = 0
     mesh: dict[str, int] = field(default_factory=dict)
+    forms: dict[int, str] = field(default_factory=dict)  # that each was priced by
+    host_waits: tuple[Span, ...] = ()  # times of the compute stream that nothing was issued for
 
     @property
     def exposed_total_us(self) -> float:
@@ -108,16 +114,18 @@ def timeline(
     steps, collectives, held = _parts(trace, sizes)
     sizes = {**getattr(trace, "sizes", {}), **(sizes or {})}
     machine = Machine.of(machine)
-    run = _Run(pricing(collectives, machine, costs, sizes), lazy=waits == "first use")
+    prices = pricing(collectives, machine, costs, sizes)
+    run = _Run(prices, waits == "first use", Contention.of(machine, collectives) or Contention())
     for step in steps:
         run.step(step)
+    spans = run.finished()
     memory = run.memory(held)
     return Timeline(
-        spans=tuple(run.spans),
-        step_us=max((s.end_us for s in run.spans), default=0.0),
-        compute_us=sum(s.us for s in run.spans if s.stream == "compute"),
+        spans=spans,
+        step_us=max((s.end_us for s in spans), default=0.0),
+        compute_us=sum(s.us for s in spans if s.stream == "compute"),
         exposed_us=run.exposed,
-        hidden_us={i: span.us - run.exposed[i] for i, span in run.running.items()},
+        hidden_us={s.collective: s.us - run.exposed[s.collective] for s in run.flown},
         issued_us=run.issued,
         waited_us=run.waited,
         blocked=tuple(run.blocked),
@@ -128,6 +136,8 @@ def timeline(
         machine=machine,
         rank=getattr(trace, "rank", 0),
         mesh=dict(getattr(trace, "mesh", {})),
+        forms={c.id: prices.form(c) for c in collectives},
+        host_waits=tuple(run.host_waits),
     )
 
 
@@ -148,90 +158,148 @@ def pricing(
     machine: Machine,
     costs: Costs | None,
     sizes: Mapping[str, int] | None,
-) -> Callable[[Step], float]:
+) -> Prices:
     """The time of a step. Collectives that are alike are priced once."""
-    issued = {c.id: c for c in collectives}
-    known: dict[Any, float] = {}
+    return Prices(collectives, machine, costs, sizes)
 
-    def given(step: Step) -> float | None:
-        if costs is None:
-            return None
-        return costs(step) if callable(costs) else costs.get(step.name)
 
-    def price(step: Step) -> float:
-        if (measured := given(step)) is not None:
-            return float(measured)
+class Prices:
+    """What steps cost: what the user gives, else what the machine's model says."""
+
+    def __init__(
+        self,
+        collectives: Sequence[Any],
+        machine: Machine,
+        costs: Costs | None,
+        sizes: Mapping[str, int] | None,
+    ) -> None:
+        self.machine, self.costs, self.sizes = machine, costs, sizes
+        self.issued = {c.id: c for c in collectives}
+        self.given: set[int] = set()  # collectives that the user gave the time of
+        self.known: dict[Any, float] = {}
+        self.forms: dict[Any, str] = {}
+
+    def __call__(self, step: Step) -> float:
+        if self.costs is not None:
+            us = self.costs(step) if callable(self.costs) else self.costs.get(step.name)
+            if us is not None:
+                if step.kind == "start" and step.collective is not None:
+                    self.given.add(step.collective)
+                return float(us)
         if step.kind == "wait":
             return 0.0
         if step.kind == "compute" or step.collective is None:
-            return number(compute_us(step, machine), sizes)
-        c = issued[step.collective]
+            return number(compute_us(step, self.machine), self.sizes)
+        c = self.issued[step.collective]
         key = (c.op, c.bytes, c.ranks)
-        if key not in known:
-            cost = collective_us(c.op, len(c.ranks), c.bytes, machine, c.ranks)
-            known[key] = number(cost, sizes)
-        return known[key]
+        if key not in self.known:
+            cost = collective_us(c.op, len(c.ranks), c.bytes, self.machine, c.ranks)
+            self.known[key] = number(cost, self.sizes)
+        return self.known[key]
 
-    return price
+    def form(self, c: Any) -> str:
+        """The form that a collective was priced by; "given" if the user gave its time."""
+        if c.id in self.given:
+            return "given"
+        key = (c.op, c.bytes, c.ranks)
+        if key not in self.forms:
+            nbytes = number(c.bytes, self.sizes)
+            self.forms[key] = form_of(c.op, len(c.ranks), nbytes, self.machine, c.ranks)
+        return self.forms[key]
 
 
 class _Run:
     """The state of the streams while the steps go by."""
 
-    def __init__(self, price: Callable[[Step], float], lazy: bool) -> None:
-        self.price = price
-        self.lazy = lazy
+    def __init__(self, price: Callable[[Step], float], lazy: bool, contention: Contention) -> None:
+        self.price, self.lazy, self.contention = price, lazy, contention
+        self.flow = Flow(contention.slowdown)
         self.now = 0.0  # of the compute stream
-        self.spans: list[Span] = []
+        self.host = 0.0  # when the host has issued all so far
+        self.spans: list[Span | Step] = []  # a start until its end is known
+        self.flown: list[Span] = []
         self.blocked: list[Span] = []
-        self.running: dict[int, Span] = {}  # collective -> its span
+        self.host_waits: list[Span] = []
+        self.flights: dict[int, int] = {}  # collective -> its number in the flow
+        self.carried: list[tuple[int, Step]] = []  # by that number: the collective and its start
         self.exposed: dict[int, float] = {}
         self.issued: dict[int, float] = {}
         self.waited: dict[int, float] = {}
-        self.because: dict[int, int] = {}  # collective -> the one it had to wait for
         self.flying: dict[str, int] = {}  # step -> collective whose end its result needs
         self.last: dict[str, int] = {}  # stream -> its last collective
         self.changes: list[tuple[float, int, int]] = []  # (us, 0 free or 1 allocate, bytes)
+        self.frees: list[tuple[int, int]] = []  # (collective, bytes that are free at its end)
         self.held: dict[str, int] = {}
         self.put_off: set[str] = set()  # waits
 
     def step(self, step: Step) -> None:
+        us = self.price(step)
+        self.launch(step, us)
         begin = self.now
         if step.kind == "start" and step.collective is not None:
             self.block(name for name in step.inputs if name in self.put_off)
-            begin, end = self.now, self.start(step, step.collective)
-        elif step.kind == "wait" and self.lazy and self.first_wait(step):
-            end = self.now
-        else:
+            begin = self.now
+            self.start(step, step.collective, us)
+        elif not (step.kind == "wait" and self.lazy and self.first_wait(step)):
             self.block(step.inputs)
-            begin, end = self.now, self.now + self.price(step)
-            if end > begin:
-                self.spans.append(Span(step.name, "compute", begin, end))
-            self.now = end
+            begin = self.now
+            self.now = self.flow.compute(begin, us)
+            if self.now > begin:
+                self.spans.append(Span(step.name, "compute", begin, self.now))
         if step.out_bytes:
             self.held[step.name] = step.out_bytes
             self.changes.append((begin, 1, step.out_bytes))
         for name in step.last_use_of:
             if name in self.held:
-                self.changes.append((end, 0, -self.held.pop(name)))
+                self.free(step, self.held.pop(name))
 
-    def start(self, step: Step, collective: int) -> float:
+    def launch(self, step: Step, us: float) -> None:
+        """The host issues the step's kernel; the compute stream waits for that if it is late."""
+        if not self.contention.host_us or not launches(step, us):
+            return
+        self.host += self.contention.host_us
+        if self.host > self.now:
+            self.host_waits.append(Span(step.name, "compute", self.now, self.host))
+            self.now = self.host
+
+    def start(self, step: Step, collective: int, us: float) -> None:
         """Issue: behind the one before on its stream, and after collectives that it needs."""
         before = [self.flying[name] for name in step.inputs if name in self.flying]
         if step.stream in self.last:
             before.append(self.last[step.stream])
-        begin = self.now
-        for other in before:
-            if self.running[other].end_us > begin:
-                begin = self.running[other].end_us
-                self.because[collective] = other
-        span = Span(step.name, step.stream, begin, begin + self.price(step), collective)
-        self.spans.append(span)
-        self.running[collective] = span
+        after = [self.flights[other] for other in before]
+        links = self.contention.links.get(collective, 0)
+        self.flights[collective] = self.flow.issue(self.now, us, after, links)
+        self.carried.append((collective, step))
+        self.spans.append(step)
         self.exposed[collective] = 0.0
         self.issued[collective] = self.now
         self.flying[step.name] = self.last[step.stream] = collective
-        return span.end_us
+
+    def free(self, step: Step, nbytes: int) -> None:
+        if step.kind == "start" and step.collective is not None:
+            self.frees.append((step.collective, nbytes))
+        else:
+            self.changes.append((self.now, 0, -nbytes))
+
+    def finished(self) -> tuple[Span, ...]:
+        """All spans, once the last flight has ended."""
+        self.flow.drain()
+        spans = [s if isinstance(s, Span) else self.span(s) for s in self.spans]
+        self.flown = [s for s in spans if s.collective is not None]
+        self.changes += [(self.span_of(c).end_us, 0, -nbytes) for c, nbytes in self.frees]
+        return tuple(spans)
+
+    def span(self, start: Step) -> Span:
+        assert start.collective is not None
+        return self.span_of(start.collective)
+
+    def span_of(self, collective: int) -> Span:
+        """Of a flight that has ended."""
+        flight = self.flights[collective]
+        end, step = self.flow.ended[flight], self.carried[flight][1]
+        assert end is not None
+        return Span(step.name, step.stream, self.flow.begun[flight], end, collective)
 
     def first_wait(self, step: Step) -> bool:
         """Put a wait off to where its result is used; a second wait for it is such a use."""
@@ -248,7 +316,7 @@ class _Run:
             collective = self.flying.get(name)
             if collective is None:
                 continue
-            if (until := self.running[collective].end_us) > self.now:
+            if (until := self.flow.until(self.flights[collective])) > self.now:
                 self.expose(collective, self.now, until)
                 self.now = until
             self.waited.setdefault(collective, self.now)
@@ -258,13 +326,14 @@ class _Run:
         at: int | None = collective
         pieces: list[Span] = []
         while at is not None and end > begin:
-            span = self.running[at]
+            span = self.span_of(at)
             low = max(begin, span.start_us)
             if end > low:
                 self.exposed[at] += end - low
                 pieces.append(Span(span.step, "compute", low, end, at))
                 end = low
-            at = self.because.get(at)
+            cause = self.flow.cause[self.flights[at]]
+            at = None if cause is None else self.carried[cause][0]
         self.blocked.extend(reversed(pieces))
 
     def memory(self, held: int) -> tuple[tuple[float, int], ...]:
