@@ -217,10 +217,17 @@ def _collectives(args: argparse.Namespace) -> int:
 
 
 def _machines(args: argparse.Namespace) -> int:
-    """List the machines that --machine knows."""
-    found = {name: Machine.preset(name).note for name in presets()}
-    width = max(map(len, found))
-    _print(args, found, lambda: "\n".join(f"{k:{width}}  {v}" for k, v in found.items()))
+    """List the machines that --machine knows; with --prices what collectives cost on one."""
+    if args.prices:
+        from fcoll.report import prices
+
+        machine = Machine.of(args.prices)
+        found = prices.by_form(machine, args.ranks or machine.ranks_per_node)
+        _print(args, found, lambda: prices.render(machine, found))
+        return FINE
+    known = {name: Machine.preset(name).note for name in presets()}
+    width = max(map(len, known))
+    _print(args, known, lambda: "\n".join(f"{k:{width}}  {v}" for k, v in known.items()))
     return FINE
 
 

@@ -159,7 +159,9 @@ def _priced(command: argparse.ArgumentParser) -> None:
     _program(command)
     command.add_argument("--mode", default="joint", choices=("joint", "compiled", "forward"))
     command.add_argument(
-        "--machine", default="h100", help="h100, a100, b200, mi300x, local, or a .toml file"
+        "--machine",
+        default="h100",
+        help="h100, a100, b200, ..., local, or a .toml file; b300:best prices the best form",
     )
 
 
@@ -232,6 +234,13 @@ def _diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("after")
 
 
+def _machines(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prices", metavar="NAME", help="times of a machine's collectives by form"
+    )
+    command.add_argument("--ranks", type=int, help="of the group (default: those of a node)")
+
+
 _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "report": _report,
     "check": _program,
@@ -239,4 +248,5 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,
+    "machines": _machines,
 }

@@ -141,11 +141,21 @@ class Machine:
 
     @staticmethod
     def of(machine: Machine | str | Path) -> Machine:
-        """A machine as it is, by the name of a preset, or from a TOML file."""
+        """A machine as it is, by the name of a preset, or from a TOML file.
+
+        After a colon a name may say the form of all-reduces ("b300:one-shot", "b300:best").
+
+        >>> Machine.of("b300:best").form
+        'best'
+        """
         if isinstance(machine, Machine):
             return machine
+        name, colon, form = str(machine).partition(":")
+        if colon:
+            made = Machine.of(name)
+            return replace(made, name=str(machine), form=form)
         path = Path(machine)
-        return Machine.from_toml(path) if path.suffix == ".toml" else Machine.preset(str(machine))
+        return Machine.from_toml(path) if path.suffix == ".toml" else Machine.preset(name)
 
     @staticmethod
     def preset(name: str) -> Machine:

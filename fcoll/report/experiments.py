@@ -16,6 +16,7 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, MemoryCapTooSmall
 from fcoll.report.svg import STYLE
 from fcoll.scheduling.bounds import times
+from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.problem import problem_of
@@ -106,7 +107,8 @@ def noisy_us(plan: Plan, noise: float) -> float:
         true = {
             name: us * rng.uniform(1 - noise, 1 + noise) for name, us in sorted(plan.us.items())
         }
-        problem = problem_of(plan.steps, lambda step: true[step.name])
+        contention = Contention.of(plan.machine, plan.collectives) if plan.machine else None
+        problem = problem_of(plan.steps, lambda step: true[step.name], contention=contention)
         return times(problem, range(problem.n))[0]
 
     return statistics.median(once(seed) for seed in range(SEEDS))

@@ -25,6 +25,7 @@ class Row:
     us: float
     exposed_us: float
     ids: tuple[int, ...]
+    form: str = ""  # that they were priced by
 
     @property
     def hidden_us(self) -> float:
@@ -44,7 +45,8 @@ def rows(line: Timeline) -> list[Row]:
         wire = sum(float(_size(c.wire_bytes)) for c in found)
         ids = tuple(c.id for c in found)
         values = (op, axis, n, source, phase, len(found), nbytes, wire, exposed + hidden, exposed)
-        made.append(Row(*values, ids))
+        forms = dict.fromkeys(line.forms.get(c.id, "") for c in found)
+        made.append(Row(*values, ids, "/".join(filter(None, forms))))
     return sorted(made, key=lambda r: (-r.exposed_us, -r.us, r.ids))
 
 

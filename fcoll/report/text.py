@@ -9,8 +9,11 @@ from fcoll.report.summary import Moved, Row, gain, moves, rows, verdict
 from fcoll.scheduling.timeline import Timeline, busy_us
 from fcoll.units import show_bytes, show_us, table
 
-HEAD = ("collective", "axis", "n", "phase", "count", "bytes", "time", "exposed", "", "source")
-ALIGN = "<<><>>>><<"
+HEAD = (
+    *("collective", "axis", "n", "phase", "count", "bytes", "form", "time", "exposed", ""),
+    "source",
+)
+ALIGN = "<<><>><>><<"
 BAR = 10
 
 
@@ -45,11 +48,13 @@ def _summary(line: Timeline) -> list[str]:
     busy = busy_us(line.spans)
     streams = ", ".join(f"{s} {show_us(busy[s])}" for s in line.streams[1:]) or "none"
     share = f" ({line.exposed_share:.0%})" if line.step_us else ""
+    late = sum(s.us for s in line.host_waits)
+    host = f" + waiting for the host {show_us(late)}" if late else ""
     count = len(line.collectives)
     return [
         f"{line.machine.name}, {mesh}, rank {line.rank}: {count} collective{'s' * (count != 1)}",
         f"step {show_us(line.step_us)} = compute {show_us(line.compute_us)} + "
-        f"exposed {show_us(line.exposed_total_us)}{share}",
+        f"exposed {show_us(line.exposed_total_us)}{share}{host}",
         f"communication: {streams}; peak memory {show_bytes(line.peak_bytes)}",
     ]
 
@@ -87,6 +92,7 @@ def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
         row.phase,
         str(row.count),
         show_bytes(row.bytes),
+        row.form,
         show_us(row.us),
         show_us(row.exposed_us),
         bar.ljust(BAR),

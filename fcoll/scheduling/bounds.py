@@ -27,8 +27,8 @@ class Outcome:
 
 def run(problem: Problem, order: Sequence[int]) -> Outcome:
     """The same rules as a Timeline's: compute takes its units in order, a collective queues on its
-    stream from where it is issued, and whoever needs its result blocks until it is there. Contention
-    (fcoll/scheduling/contention.py) slows down what it does there."""
+    stream from where it is issued, and whoever needs its result blocks until it is there; with
+    a machine's contention (fcoll/scheduling/contention.py) what is slower there is slower here."""
     us, _ = times(problem, order)
     return Outcome(tuple(order), us, peak_bytes(problem, order))
 
@@ -188,7 +188,8 @@ def lower_bound_us(problem: Problem) -> float:
     for u, p in enumerate(problem.us):
         if p > 0:
             jobs.setdefault(problem.stream[u], []).append((head[u], p, tail[u]))
-    return max([bound, *(_preemptive(work) for work in jobs.values())])
+    issued = problem.contention.host_us * sum(problem.launches) if problem.contention else 0.0
+    return max([bound, issued, *(_preemptive(work) for work in jobs.values())])
 
 
 def _preemptive(jobs: list[tuple[float, float, float]]) -> float:

@@ -20,6 +20,7 @@ from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
 from fcoll.scheduling.changes import Change, Priced, changes
+from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
@@ -118,7 +119,8 @@ def _schedule(
 def _job(program: _Program, machine: Machine, costs: Costs | None) -> Job:
     price = pricing(program.collectives, machine, costs, program.sizes)
     us = {step.name: price(step) for step in program.steps}
-    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes)
+    contention = Contention.of(machine, program.collectives)
+    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes, contention)
     return Job.of(problem, us, _NEVER, program.graph_module)
 
 

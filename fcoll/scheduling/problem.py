@@ -80,8 +80,8 @@ def _contend(problem: Problem, price: Callable[[Step], float], contention: Conte
     problem.contention = contention
     for positions in problem.members:
         last = steps[positions[-1]]
-        flies = last.kind == "start" and last.collective is not None
-        problem.links.append(links.get(last.collective, 0) if flies else 0)
+        carried = last.collective if last.kind == "start" else None
+        problem.links.append(0 if carried is None else links.get(carried, 0))
         problem.launches.append(sum(launches(steps[i], price(steps[i])) for i in positions))
 
 

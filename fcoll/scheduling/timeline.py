@@ -28,7 +28,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us, compute_us, form_of, number
-from fcoll.errors import BadOption
+from fcoll.errors import BadOption, MissingSize
 from fcoll.graph.steps import Step, steps_of
 from fcoll.scheduling.contention import Contention, Flow, launches
 
@@ -125,7 +125,7 @@ def timeline(
         step_us=max((s.end_us for s in spans), default=0.0),
         compute_us=sum(s.us for s in spans if s.stream == "compute"),
         exposed_us=run.exposed,
-        hidden_us={s.collective: s.us - run.exposed[s.collective] for s in run.flown},
+        hidden_us={i: run.span_of(i).us - exposed for i, exposed in run.exposed.items()},
         issued_us=run.issued,
         waited_us=run.waited,
         blocked=tuple(run.blocked),
@@ -175,7 +175,7 @@ class Prices:
     ) -> None:
         self.machine, self.costs, self.sizes = machine, costs, sizes
         self.issued = {c.id: c for c in collectives}
-        self.given: set[int] = set()  # collectives that the user gave the time of
+        self.given: dict[int, float] = {}  # the time of collectives, where the user gave it
         self.known: dict[Any, float] = {}
         self.forms: dict[Any, str] = {}
 
@@ -184,13 +184,15 @@ class Prices:
             us = self.costs(step) if callable(self.costs) else self.costs.get(step.name)
             if us is not None:
                 if step.kind == "start" and step.collective is not None:
-                    self.given.add(step.collective)
+                    self.given[step.collective] = float(us)
                 return float(us)
         if step.kind == "wait":
             return 0.0
         if step.kind == "compute" or step.collective is None:
             return number(compute_us(step, self.machine), self.sizes)
-        c = self.issued[step.collective]
+        return self.collective(self.issued[step.collective])
+
+    def collective(self, c: Any) -> float:
         key = (c.op, c.bytes, c.ranks)
         if key not in self.known:
             cost = collective_us(c.op, len(c.ranks), c.bytes, self.machine, c.ranks)
@@ -198,13 +200,16 @@ class Prices:
         return self.known[key]
 
     def form(self, c: Any) -> str:
-        """The form that a collective was priced by; "given" if the user gave its time."""
-        if c.id in self.given:
-            return "given"
+        """The form that a collective was priced by; "given" if the user gave it another time."""
         key = (c.op, c.bytes, c.ranks)
-        if key not in self.forms:
-            nbytes = number(c.bytes, self.sizes)
-            self.forms[key] = form_of(c.op, len(c.ranks), nbytes, self.machine, c.ranks)
+        try:
+            if self.given.get(c.id) not in (None, self.collective(c)):
+                return "given"
+            if key not in self.forms:
+                nbytes = number(c.bytes, self.sizes)
+                self.forms[key] = form_of(c.op, len(c.ranks), nbytes, self.machine, c.ranks)
+        except MissingSize:  # only of one whose time was given
+            return "given"
         return self.forms[key]
 
 
@@ -216,8 +221,7 @@ class _Run:
         self.flow = Flow(contention.slowdown)
         self.now = 0.0  # of the compute stream
         self.host = 0.0  # when the host has issued all so far
-        self.spans: list[Span | Step] = []  # a start until its end is known
-        self.flown: list[Span] = []
+        self.spans: list[Span | int] = []  # a collective until its end is known
         self.blocked: list[Span] = []
         self.host_waits: list[Span] = []
         self.flights: dict[int, int] = {}  # collective -> its number in the flow
@@ -271,7 +275,7 @@ class _Run:
         links = self.contention.links.get(collective, 0)
         self.flights[collective] = self.flow.issue(self.now, us, after, links)
         self.carried.append((collective, step))
-        self.spans.append(step)
+        self.spans.append(collective)
         self.exposed[collective] = 0.0
         self.issued[collective] = self.now
         self.flying[step.name] = self.last[step.stream] = collective
@@ -285,14 +289,9 @@ class _Run:
     def finished(self) -> tuple[Span, ...]:
         """All spans, once the last flight has ended."""
         self.flow.drain()
-        spans = [s if isinstance(s, Span) else self.span(s) for s in self.spans]
-        self.flown = [s for s in spans if s.collective is not None]
+        spans = [s if isinstance(s, Span) else self.span_of(s) for s in self.spans]
         self.changes += [(self.span_of(c).end_us, 0, -nbytes) for c, nbytes in self.frees]
         return tuple(spans)
-
-    def span(self, start: Step) -> Span:
-        assert start.collective is not None
-        return self.span_of(start.collective)
 
     def span_of(self, collective: int) -> Span:
         """Of a flight that has ended."""

@@ -275,3 +275,28 @@ def test_a_reader_that_stops_early_is_no_error():
 def test_what_is_no_program_is_said_to_be_none(name):
     with pytest.raises(BadTarget, match="cannot run"):
         target.load(name)
+
+
+def test_prices_of_a_machine_by_form(fcoll_):
+    found = json.loads(fcoll_("machines", "--prices", "b300", "--json")[1])
+    small, large = found["all_reduce"][2], found["all_reduce"][-1]
+    assert next(iter(small["us"])) == "one-shot" and small["form"] == "ring"
+    assert next(iter(large["us"])) == large["form"] == "nvls"
+    assert list(found["all_gather_into_tensor"][0]["us"]) == ["ring"]
+    text = fcoll_("machines", "--prices", "b300:one-shot")[1]
+    row = next(line for line in text.splitlines() if line.startswith("256 KiB"))
+    assert row.split()[3] == "us*", "the first form, one-shot, is what is paid"
+    across = fcoll_("machines", "--prices", "b300", "--ranks", "16")[1]
+    assert "nvls" in across and "one-shot" not in across.partition("all_gather")[0]
+    assert fcoll_("machines", "--prices", "b300:three-shot")[0] == FAILED
+
+
+def test_a_report_says_which_form_was_priced(fcoll_, project):
+    program = ("report", "train_it:build", "--mesh", "tp=4", "-q", "--json")
+    forms, us = {}, {}
+    for machine in ("b300", "b300:best"):
+        report = json.loads(fcoll_(*program, "--machine", machine)[1])
+        forms[machine] = {row["form"] for row in report["rows"]}
+        us[machine] = report["communication_us"]
+    assert forms == {"b300": {"ring"}, "b300:best": {"one-shot"}}
+    assert us["b300:best"] < us["b300"]
