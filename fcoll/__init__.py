@@ -17,9 +17,11 @@ from fcoll.report.world import WorldTimeline, timeline
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.registry import scheduler
+from fcoll.simulation import faults
 from fcoll.simulation.batched.indices import axis_index, rank
 from fcoll.simulation.batched.modules import stack_modules
 from fcoll.simulation.batched.simulate import simulate
+from fcoll.simulation.explore import Exploration, explore
 from fcoll.simulation.ranks import simulate_ranks
 from fcoll.symm_mem import accelerate_c10d
 from fcoll.table.collectives import COLLECTIVES
@@ -41,6 +43,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Checked",
     "Collective",
+    "Exploration",
     "FcollError",
     "Group",
     "GroupLike",
@@ -60,6 +63,8 @@ __all__ = [
     "compat",
     "dist",
     "errors",
+    "explore",
+    "faults",
     "fake_world",
     "launch",
     "profile",

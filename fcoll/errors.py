@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from fcoll import _torch
 from fcoll.lobby import Died, NotMet
-from fcoll.source import user_line
+from fcoll.source import line_of, user_line
 
 
 # AssertionError and ValueError at once: torch's functional collectives raise the first and
@@ -279,7 +279,8 @@ class RankFailed(FcollError, RuntimeError):
         what = str(error)
         kind = type(error).__name__
         shown = what if what.startswith(f"{kind}:") else f"{kind}: {what}" if what else kind
-        made = _class_of_both(type(error))(f"rank {rank}: {shown}")
+        line = "" if isinstance(error, FcollError) else line_of(error)
+        made = _class_of_both(type(error))(f"rank {rank}: {shown}{line and f', at {line}'}")
         made.rank = rank
         return made
 

@@ -62,6 +62,17 @@ def user_line(traced: Iterable[Any] = ()) -> str | None:
     return show(site) if site else None
 
 
+def line_of(error: BaseException) -> str:
+    """The user's line at which it was raised: the innermost in its traceback; or empty."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        filename = at.tb_frame.f_code.co_filename
+        if not is_library(filename):
+            found = show((filename, at.tb_lineno))
+        at = at.tb_next
+    return found
+
+
 def user_frames(stack_trace: str | None) -> tuple[Site, ...]:
     """The user's frames in a stack trace as graphs keep it, innermost last."""
     found = ((name, int(line)) for name, line in _FRAME.findall(stack_trace or ""))

@@ -181,6 +181,16 @@ def in_flight(x: Tensor, op: str) -> Tensor:
     return AsyncCollectiveTensor(x, pending)
 
 
+def pending() -> frozenset[Pending]:
+    """The collectives that nobody has waited for yet."""
+    return frozenset(_in_flight)
+
+
+def forget_all_but(kept: frozenset[Pending]) -> None:
+    """Others have been reported, or failed: they are not mentioned at exit."""
+    _in_flight.intersection_update(kept)
+
+
 @atexit.register
 def _report_unwaited() -> None:
     if not _in_flight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ set_global_rank = torch._C._distributed_c10d._set_global_rank
 register_in_world = c10d._register_pg_in_world
 find_group = c10d._find_pg_by_ranks_and_tag
 BackendConfig = c10d.BackendConfig
-default_timeout = c10d._get_default_timeout
+DEFAULT_TIMEOUT = c10d.default_pg_timeout
 PYTHON_WORLD = c10d._World
 
 #: The code of init_process_group itself, inside its decorators
@@ -70,6 +70,16 @@ def has_no_data(x: torch.Tensor) -> bool:
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The tensor that c10d gets: a functional collective's complete result, not its wrapper."""
     return x.trigger_wait() if isinstance(x, TorchAsyncCollectiveTensor) else x
+
+
+def forget_work(tensors: Iterable[torch.Tensor]) -> None:
+    """Take the work on these tensors out of the thread's C++ registry, which would keep it until
+    the process ends. It must not block any more."""
+    for x in tensors:
+        if torch._C._distributed_c10d._get_work_registry_size() == 0:
+            return
+        with torch.no_grad(), unseen():
+            torch.ops._c10d_functional.wait_tensor(x.detach())
 
 
 def waited_for(results: Any) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fcoll.simulation.settings import Settings
+from fcoll.source import Site, user_site
 
 
 class RankStopped(BaseException):
@@ -34,6 +35,9 @@ class Awaited(Protocol):
     def missing(self) -> tuple[int, ...]:
         """The global ranks that it takes, if they are known."""
 
+    def expire(self, error: Any) -> None:
+        """Its time is over: whoever waits for it gets the error."""
+
 
 @dataclass(eq=False)
 class Rank:
@@ -46,6 +50,7 @@ class Rank:
     lock: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
     awaits: Awaited | None = None
+    site: Site | None = None  # where it waits
     queued: bool = False
     ended: bool = False
     error: BaseException | None = None  # raised where it waits, once
@@ -60,7 +65,7 @@ class Rank:
                 raise RankStopped
             if awaited.ready():
                 return
-            self.awaits = awaited
+            self.awaits, self.site = awaited, user_site()
             self.baton.give_up(self)
             self.awaits = None
             error, self.error = self.error, None
@@ -81,6 +86,7 @@ class Baton:
         # asked in order when no rank is ready; True if one is ready now
         self.helpers: list[Callable[[], bool]] = []
         self.on_deadlock: Callable[[], None] = self.stop
+        self.on_error: Callable[[Exception], None] = lambda error: self.stop()
 
     def start(self) -> None:
         for rank in self.ranks:
@@ -131,13 +137,21 @@ class Baton:
         else:
             rank.lock.release()
 
+    def help(self) -> bool:
+        """Ask who can help, one after the other, until a rank is ready; an error ends all ranks."""
+        try:
+            return any(helper() for helper in self.helpers)
+        except Exception as error:
+            self.on_error(error)
+            return True
+
     def _next(self) -> Rank | None:
         while not self.queue:
             if all(rank.ended for rank in self.ranks):
                 return None
-            if not any(helper() for helper in self.helpers):
+            if self.stopping or not self.help():
                 self.on_deadlock()
-        first = self.queue[0]
+        first = self.queue[0]  # never of ranks that have ended: those wait for nothing
         if self.timed:  # the first of those with the earliest clock
             first = min(self.queue, key=lambda rank: rank.clock)
         self.queue.remove(first)

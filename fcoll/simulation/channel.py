@@ -31,7 +31,7 @@ class Meeting:
         return tuple(x for r, x in enumerate(ranks) if r not in self.works)
 
     def join(self, me: int, work: SimulatedWork, part: Part) -> None:
-        work.missing_ranks = self.missing
+        work.missing_ranks, work.cancel = self.missing, self.fail
         if self.works and self.failure is None:
             self._compare(me, work)
         self.works[me], self.parts[me] = work, part
@@ -119,7 +119,7 @@ class Channel:
         if meeting is None:
             meeting = self.meetings[number] = Meeting(self, number)
         if self.dead and meeting.failure is None:
-            meeting.failure = self._died()
+            meeting.failure = self.died()
         meeting.join(me, work, part)
 
     def late(self, works: dict[int, SimulatedWork], at: float) -> FcollError | None:
@@ -142,9 +142,9 @@ class Channel:
         self.dead.add(self.ranks.index(number))
         for meeting in list(self.meetings.values()):
             if number in meeting.missing():
-                meeting.fail(self._died())
+                meeting.fail(self.died())
 
-    def _died(self) -> FcollError:
+    def died(self) -> FcollError:
         who = min(self.dead)
         made = PeerDied(message=f'{self.rank_name(who)} of "{self.label}" died')
         made.rank = who

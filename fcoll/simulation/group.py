@@ -23,7 +23,8 @@ from fcoll.simulation.channel import Channel
 from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.moves import Part
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import user_line
+from fcoll.source import user_site
+from fcoll.transport.protocol import Then
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -40,6 +41,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self.me, self.n = me, channel.n
         self.store, self.backend, self.desc = store, backend, desc
         self.destroyed = False
+        self.coalesced: list[SimulatedWork] | None = None
 
     # -- what c10d asks a group ---
 
@@ -95,10 +97,12 @@ class SimulatedGroup(dist.ProcessGroup):
     abort = shutdown
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced: list[SimulatedWork] = []
+        self.coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return None
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """What waits for all that was started since; those works are not the caller's."""
+        works, self.coalesced = self.coalesced or [], None
+        return Then(works)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.channel.counts[self.me]
@@ -120,10 +124,11 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> SimulatedWork:
         """Bring this rank's part to the group's next collective."""
         owner = self._check_owner(op)
-        call = Call(op, tuple(facts), self.channel.label, user_line() or "?", signature)
-        work = SimulatedWork(owner, call, part.outs)
-        owner.session.issue(work)
+        call = Call(op, tuple(facts), self.channel.label, user_site(), signature)
+        work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
+        if work.failure is not None:
+            work.wait()  # raises, though nobody may wait for it
         return work
 
     def carry(self, op: str, facts: Sequence[str], signature: Any, **part: Any) -> SimulatedWork:
@@ -140,10 +145,15 @@ class SimulatedGroup(dist.ProcessGroup):
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
-        call = Call(op, facts, self.channel.label, user_line() or "?", None, where)
-        work = SimulatedWork(owner, call, [buf])
-        owner.session.issue(work)
+        call = Call(op, facts, self.channel.label, user_site(), None, where)
+        work = self._issue(owner, SimulatedWork(owner, call, [buf]))
         self.mailbox.post(Message(sends, self.me, peer, tag, buf, work))
+        return work
+
+    def _issue(self, owner: Rank, work: SimulatedWork) -> SimulatedWork:
+        owner.session.issue(work)
+        if self.coalesced is not None:
+            self.coalesced.append(work)
         return work
 
     def _check_owner(self, op: str) -> Rank:
@@ -261,10 +271,14 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.start("scatter", facts, Part(parts, _plain(outs), root=root))
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        return self.start("barrier", (), Part())
+        work = self.start("barrier", (), Part())
+        if opts is not None and opts.timeout > timedelta(0):
+            work.timeout = opts.timeout
+        return work
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.start("monitored_barrier", (), Part()).wait()
+        given = timeout if timeout != _torch.DEFAULT_TIMEOUT else None
+        self.start("monitored_barrier", (), Part()).wait(given)
 
     # -- messages ---
 

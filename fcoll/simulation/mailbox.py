@@ -4,18 +4,20 @@ sends wait for the receiver, and on NCCL for all but small ones.
 Messages from one rank to another with one tag are received in the order in which they were sent;
 receives take them in the order in which they were posted. A receive from any rank takes what was
 sent first, unless interleavings are explored: then it waits until no rank can go on, so that all
-that could reach it are there, and each is tried (``pick``).
+that could reach it are there, and each is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from fcoll.errors import CollectiveMismatch, FcollError, PeerDied
+from fcoll.errors import CollectiveMismatch, FcollError
 from fcoll.simulation.channel import Channel, carry_out
+from fcoll.simulation.faults import Drop, Reorder
 from fcoll.simulation.moves import Part, amount
 from fcoll.simulation.work import SimulatedWork
 
@@ -32,34 +34,43 @@ class Message:
     tag: int
     buf: Tensor
     work: SimulatedWork
-    index: int = 0  # how many its sender sent to this receiver before
-    held: bool = False
-
-
-Pick = Callable[[Message, Sequence[Message]], Message]
+    at: float = 0.0  # by its rank's clock
+    held: bool = False  # until the next one to the same rank has overtaken it
 
 
 class Mailbox:
     """The messages of a group that have one end only."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, channel: Channel, session: Any) -> None:
+        self.channel, self.session = channel, session
         self.sends: list[Message] = []
         self.receives: list[Message] = []
-        self.counts: dict[tuple[int, int], int] = {}
-        self.pick: Pick | None = None
 
     def post(self, message: Message) -> None:
-        message.work.missing_ranks = self._missing(message)
-        if self.channel.dead and message.peer in self.channel.dead:
-            self._fail(message, self._died(message.peer))
-            return
-        if message.sends:
-            key = message.me, message.peer
-            message.index = self.counts.get(key, 0)
-            self.counts[key] = message.index + 1
-        (self.sends if message.sends else self.receives).append(message)
+        work = message.work
+        message.at = work.rank.clock
+        work.missing_ranks = self._missing(message)
+        work.cancel = lambda error: self._withdraw(message, error)
+        if message.peer in self.channel.dead:
+            self._fail(message, self.channel.died())
+        elif message.sends:
+            self._send(message)
+        else:
+            self.receives.append(message)
         self.match()
+
+    def _send(self, message: Message) -> None:
+        fault = self.session.fault_of(self.channel, message)
+        if isinstance(fault, Drop):
+            message.work.complete(message.at)
+            return
+        for i, other in enumerate(self.sends):
+            if other.held and (other.me, other.peer) == (message.me, message.peer):
+                other.held = False
+                self.sends.insert(i, message)  # it overtakes
+                return
+        message.held = isinstance(fault, Reorder)
+        self.sends.append(message)
 
     def match(self) -> None:
         """Bring together what belongs together."""
@@ -68,10 +79,30 @@ class Mailbox:
             again = False
             for receive in list(self.receives):
                 candidates = self.candidates(receive)
-                if not candidates or (receive.peer == ANY and self.pick is not None):
-                    continue
-                self.meet(candidates[0], receive)
-                again = True
+                if candidates and not self._is_open(receive):
+                    self.meet(candidates[0], receive)
+                    again = True
+
+    def _is_open(self, receive: Message) -> bool:
+        """Is it tried with each message that it may take?"""
+        return receive.peer == ANY and self.session.choices is not None
+
+    def open_pairs(self) -> list[tuple[Message, Message]]:
+        """The messages and receives that an exploration may bring together."""
+        return [
+            (send, receive)
+            for receive in self.receives
+            if self._is_open(receive)
+            for send in self.candidates(receive)
+        ]
+
+    def release(self) -> bool:
+        """Let go of what was held back; True if there was any."""
+        held = [send for send in self.sends if send.held]
+        for send in held:
+            send.held = False
+        self.match()
+        return bool(held)
 
     def candidates(self, receive: Message) -> list[Message]:
         """The sends that the receive may take, in the order in which they were sent."""
@@ -83,12 +114,12 @@ class Mailbox:
             fits = send.peer == receive.me and send.tag == receive.tag and not send.held
             if fits and receive.peer in (ANY, send.me) and send.me not in found:
                 found[send.me] = send
-        return sorted(found.values(), key=lambda s: s.work.rank.clock)
+        return sorted(found.values(), key=lambda send: send.at)
 
     def meet(self, send: Message, receive: Message) -> None:
         self.sends.remove(send)
         self.receives.remove(receive)
-        at = max(send.work.rank.clock, receive.work.rank.clock)
+        at = max(send.at, receive.at)
         receive.work.source = send.me
         failure = self._misfit(send, receive)
         if failure is None:
@@ -103,7 +134,7 @@ class Mailbox:
                 self._forget(message)
             elif message.peer == who:
                 self._forget(message)
-                self._fail(message, self._died(who))
+                self._fail(message, self.channel.died())
 
     def _missing(self, message: Message) -> Callable[[], tuple[int, ...]]:
         ranks = self.channel.ranks
@@ -124,10 +155,9 @@ class Mailbox:
         made.rank = send.me
         return made
 
-    def _died(self, who: int) -> FcollError:
-        made = PeerDied(message=f'{self.channel.rank_name(who)} of "{self.channel.label}" died')
-        made.rank = who
-        return made
+    def _withdraw(self, message: Message, error: FcollError) -> None:
+        self._forget(message)
+        self._fail(message, error)
 
     def _forget(self, message: Message) -> None:
         (self.sends if message.sends else self.receives).remove(message)

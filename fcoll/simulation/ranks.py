@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fcoll.eager import async_tensor
 from fcoll.errors import BadOption, RankFailed, RanksTimeout
 from fcoll.simulation import _torch, world
 from fcoll.simulation.baton import Rank, RankStopped, become
-from fcoll.simulation.session import Session
+from fcoll.simulation.faults import Fault
+from fcoll.simulation.reports import never_waited_for
+from fcoll.simulation.schedules import Choices, Schedule
+from fcoll.simulation.session import RankKilled, Session
 from fcoll.simulation.settings import Settings
 
 GRACE_S = 2.0  # for ranks to unwind after a timeout or an interrupt
@@ -23,6 +28,8 @@ def simulate_ranks(
     world_size: int,
     *,
     timeout: float | None = 300.0,
+    faults: Sequence[Fault] = (),
+    schedule: Schedule | None = None,
     backend: str = "gloo",
     num_threads: int = 1,
     generators: bool = False,
@@ -35,16 +42,52 @@ def simulate_ranks(
     ...     return x.tolist(), dist.get_rank()
     >>> fcoll.simulate_ranks(total, 3)
     [([3.0, 3.0], 0), ([3.0, 3.0], 1), ([3.0, 3.0], 2)]
+
+    Each rank is a thread, and exactly one runs at a time: until it waits for others. The order does
+    not depend on the machine. All of torch.distributed works on the thread's rank: groups, meshes,
+    DTensor, FSDP2, DDP, pipelines, objects, stores; so do fcoll's own calls. The world is there
+    already, and a program that calls init_process_group gets its own. A send is complete when its
+    receive is; reductions run in rank order, narrow floats in f32.
+
+    Ranks that wait for one another are a ``Deadlock`` at once, calls that differ a
+    ``CollectiveMismatch``, with ranks and lines. What a rank raises ends the others (their
+    ``finally`` blocks run) and is raised as ``RankFailed``, which is also of its class, "rank 3:
+    ...". Calls that nobody waited for are a warning.
+
+    A rank begins with the caller's default dtype, warning filters and state of torch's generator,
+    and has its own from then on; with ``generators=True`` also of ``random`` and numpy's (40 us a
+    turn). What else a process has for itself, threads share: modules' globals, other flags of
+    torch, tensors and modules made outside ``fn``. Collectives in threads that a rank starts are
+    not served.
+
+    ``timeout``: seconds for all of it. Threads cannot be killed: the rank that computes is ended at
+    its next line of Python; one that is inside a call of C++ is left behind, and named.
+    ``faults``: see ``fcoll.faults``. ``schedule``: a run of ``fcoll.explore``, again. ``backend``:
+    what dist.get_backend() says before init_process_group. ``num_threads``: of torch, for each
+    rank; 1, so that values do not depend on the machine.
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise BadOption(op="simulate_ranks", arg="world_size", value=world_size, known="1, 2, ...")
-    session = Session(world_size)
-    results: list[Any] = [None] * world_size
-    caller = Settings.now(generators)
-    threads = torch.get_num_threads()
-    with world.in_force(), world.environment(world_size):
+    choices = None if schedule is None else Choices(tuple(schedule))
+    session = Session(world_size, faults, choices)
+    return run(session, fn, timeout, backend, num_threads, generators)
+
+
+def run(
+    session: Session,
+    fn: Callable[[int], Any],
+    timeout: float | None,
+    backend: str = "gloo",
+    num_threads: int = 1,
+    generators: bool = False,
+) -> list[Any]:
+    """Run a session's ranks to their end."""
+    results: list[Any] = [None] * session.n
+    caller, threads = Settings.now(generators), torch.get_num_threads()
+    pending = async_tensor.pending()
+    with world.in_force(), world.environment(session.n):
         try:
-            for number in range(world_size):
+            for number in range(session.n):
                 rank = Rank(number, session.baton, caller.for_rank(number), session)
                 args = (rank, fn, results, backend, num_threads)
                 name = f"rank {number}"
@@ -54,8 +97,9 @@ def simulate_ranks(
         finally:
             caller.restore()
             torch.set_num_threads(threads)
-    _raise(session)
-    return results
+            async_tensor.forget_all_but(pending)
+    _end(session)
+    return [session.killed.get(number, result) for number, result in enumerate(results)]
 
 
 def _run(
@@ -72,10 +116,16 @@ def _run(
             if not baton.stopping:
                 world.begin_world(backend)
                 results[rank.number] = _torch.waited_for(fn(rank.number))
-    except RankStopped:
+    except RankKilled:
         pass
+    except RankStopped:
+        baton.stop()  # the others too, if this came from outside
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            session.fail(error, rank)
     except BaseException as error:
-        session.fail(error, rank)
+        if rank.number not in session.killed:  # else it is of a finally block
+            session.fail(error, rank)
     finally:
         try:
             world.end_world()
@@ -89,14 +139,10 @@ def _wait(session: Session, timeout: float | None) -> None:
     try:
         baton.start()
         if not baton.all_ended.wait(timeout):
-            stuck = [baton.running] if baton.running else []
-            session.failed, session.failure = (
-                None,
-                RanksTimeout(
-                    seconds=f"{timeout:g}",
-                    ranks=", ".join(f"rank {r.number}" for r in stuck) or "no rank",
-                ),
-            )
+            running = baton.running
+            who = "no rank" if running is None else f"rank {running.number}"
+            session.failed = None
+            session.failure = RanksTimeout(seconds=f"{timeout:g}", ranks=who)
             _interrupt(session)
     except BaseException:  # Ctrl-C
         _interrupt(session)
@@ -104,10 +150,7 @@ def _wait(session: Session, timeout: float | None) -> None:
 
 
 def _interrupt(session: Session) -> None:
-    """End the ranks from outside: the one that runs at its next line of Python, then the others.
-
-    A thread that is inside a call of C++ cannot be reached: it is left behind.
-    """
+    """End the ranks from outside: the one that runs at its next line of Python, then the others."""
     baton = session.baton
     baton.stopping = True
     running = baton.running
@@ -118,10 +161,18 @@ def _interrupt(session: Session) -> None:
     baton.all_ended.wait(GRACE_S)
 
 
-def _raise(session: Session) -> None:
+def _end(session: Session) -> None:
+    """Raise what went wrong, or warn of what was left."""
     failure, rank = session.failure, session.failed
-    if failure is None:
-        return
-    if rank is None:
-        raise failure
-    raise RankFailed.of(rank.number, failure) from failure
+    if failure is not None:
+        if rank is None:
+            raise failure
+        raise RankFailed.of(rank.number, failure) from failure
+    left = [work for work in session.unasked if work.rank.number not in session.killed]
+    for work in left:
+        if work.failure is not None:
+            raise RankFailed.of(work.rank.number, work.failure) from work.failure
+    if left:
+        lines = never_waited_for(left)
+        message = f"simulated ranks ended, and nobody waited for the results of\n{lines}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

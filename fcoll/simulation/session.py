@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from fcoll.errors import CollectiveTimeout, Deadlock
-from fcoll.simulation.baton import Awaited, Baton, Rank
+from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
 from fcoll.simulation.channel import Channel
-from fcoll.simulation.mailbox import Mailbox
+from fcoll.simulation.faults import Delay, Drop, Fault, Kill, Reorder
+from fcoll.simulation.mailbox import Mailbox, Message
+from fcoll.simulation.reports import deadlock, names
+from fcoll.simulation.schedules import Choices
 from fcoll.simulation.store import SimulatedStore
 from fcoll.simulation.work import SimulatedWork
+from fcoll.source import user_site
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's, of a group
-POLLS = 10_000  # looks at what does not change, by ranks that could go on, are a deadlock
+POLLS = 1_000  # of each rank, in a row: looks at what does not change are a deadlock
+
+
+class RankKilled(RankStopped):
+    """Ends a rank that a fault has killed."""
 
 
 class Session:
-    """What the ranks of one simulation have in common."""
+    """What the ranks of one simulation have in common. ``choices`` are those of an exploration;
+    without, receives from any rank take what was sent first."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(
+        self, n: int, faults: Sequence[Fault] = (), choices: Choices | None = None
+    ) -> None:
         self.n = n
+        self.choices = choices
         self.baton = Baton()
         self.baton.on_deadlock = self._deadlock
-        self.baton.helpers.append(self._expire)
+        self.baton.on_error = lambda error: self.fail(error, None)
+        self.baton.helpers += [self._match_any, self._release, self._expire]
         self.channels: dict[Any, tuple[Channel, Mailbox]] = {}
         self.stores: dict[Any, SimulatedStore] = {}
         self.failure: BaseException | None = None
         self.failed: Rank | None = None  # None: nobody in particular
-        self.works: list[SimulatedWork] = []
-        self.limits: dict[Rank, tuple[float, Awaited]] = {}
-        self.polls = 0
+        self.unasked: set[SimulatedWork] = set()  # nobody waited for them, or looked
+        self.looked: set[SimulatedWork] = set()  # were said to be incomplete once
+        self.killed: dict[int, Kill] = {}
+        self.notes: list[str] = []  # faults that have happened
+        self._at_call = {(f.rank, f.at): f for f in faults if isinstance(f, (Kill, Delay))}
+        self._at_message = {
+            (f.src, f.dst, f.at): f for f in faults if isinstance(f, (Drop, Reorder))
+        }
+        self._limits: dict[Rank, tuple[timedelta, float, Awaited]] = {}
+        self._polls = 0
         self._made: dict[Any, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
 
     # -- what ranks share ---
 
@@ -46,7 +68,8 @@ class Session:
         if key not in self.channels:
             seconds = timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
             made = Channel(name, label, ranks, seconds)
-            self.channels[key] = made, Mailbox(made)
+            made.dead.update(ranks.index(r) for r in self.killed if r in ranks)
+            self.channels[key] = made, Mailbox(made, self)
         return self.channels[key]
 
     def store(self, address: str, times: int) -> SimulatedStore:
@@ -56,84 +79,125 @@ class Session:
 
     def issue(self, work: SimulatedWork) -> None:
         """A rank is about to communicate."""
+        rank = work.rank
         if self.baton.stopping:
-            work.rank.wait_for(work)  # raises
-        work.rank.calls += 1
-        self.polls = 0
-        self.works.append(work)
+            raise RankStopped
+        if rank.number in self.killed:  # in a finally block
+            raise RankKilled
+        rank.calls += 1
+        self._polls = 0
+        fault = self._at_call.get((rank.number, rank.calls))
+        if isinstance(fault, Kill):
+            self._kill(rank, fault, work)
+        elif fault is not None:
+            self.notes.append(f"rank {rank.number} was {fault.seconds:g} s late for {work}")
+            self.baton.timed = True
+            rank.clock += fault.seconds
+            self.baton.pause(rank)
+        self.unasked.add(work)
 
     def poll(self, me: Rank, awaited: Awaited) -> None:
         """A rank looks for something that is not there, and will look again: others run first."""
-        self.polls += 1
-        if self.polls > POLLS * self.n:
-            self._deadlock()
         if self.baton.stopping:
-            me.wait_for(awaited)  # raises
-        self.baton.pause(me)
+            raise RankStopped
+        self._polls += 1
+        if self._polls > POLLS * self.n:
+            me.awaits, me.site = awaited, user_site()  # for the report
+            error = self._report()
+            me.awaits = None
+            self.fail(error, None)
+            raise RankStopped
+        if self.baton.queue:
+            self.baton.pause(me)
+        else:
+            self.baton.help()
 
     def limit(self, me: Rank, awaited: Awaited, timeout: timedelta) -> None:
-        """The rank's next wait ends after this (virtual) time."""
-        self.limits[me] = me.clock + timeout.total_seconds(), awaited
+        """The rank's next wait ends after this time, which passes when no rank can go on."""
+        self._limits[me] = timeout, me.clock + timeout.total_seconds(), awaited
 
-    # -- ends ---
+    def may_differ(self, work: SimulatedWork) -> bool:
+        """Explored: is a handle that is complete said not to be? Once for each."""
+        if self.choices is None or work in self.looked:
+            return False
+        self.looked.add(work)
+        if not self.choices.choose(2):
+            return False
+        self.baton.pause(work.rank)
+        return True
+
+    def race(self, me: Rank) -> None:
+        """Explored: others that are ready may go first."""
+        if self.choices is not None and self.baton.queue and self.choices.choose(2):
+            self.baton.pause(me)
+
+    # -- faults ---
+
+    def _kill(self, rank: Rank, fault: Kill, work: SimulatedWork) -> None:
+        self.notes.append(f"rank {rank.number} was killed at {work}")
+        self.killed[rank.number] = fault
+        for channel, mailbox in self.channels.values():
+            if rank.number in channel.ranks:
+                channel.die(rank.number)
+                mailbox.die(rank.number)
+        raise RankKilled
+
+    def fault_of(self, channel: Channel, message: Message) -> Fault | None:
+        """What happens to a message that is about to be sent."""
+        pair = channel.ranks[message.me], channel.ranks[message.peer]
+        count = self._sent[pair] = self._sent.get(pair, 0) + 1
+        fault = self._at_message.get((*pair, count))
+        if fault is not None:
+            did = "lost" if isinstance(fault, Drop) else "held back"
+            self.notes.append(f"message {count} from rank {pair[0]} to {pair[1]} was {did}")
+        return fault
+
+    # -- when no rank can go on ---
+
+    def _match_any(self) -> bool:
+        """Explored: one of the receives from any rank takes one of the messages."""
+        if self.choices is None:
+            return False
+        pairs = [
+            (mailbox, send, receive)
+            for _, mailbox in self.channels.values()
+            for send, receive in mailbox.open_pairs()
+        ]
+        if not pairs:
+            return False
+        mailbox, send, receive = pairs[self.choices.choose(len(pairs))]
+        mailbox.meet(send, receive)
+        mailbox.match()
+        return True
+
+    def _release(self) -> bool:
+        """Messages that were held back go on: nothing can overtake them any more."""
+        return any([mailbox.release() for _, mailbox in self.channels.values()])
+
+    def _expire(self) -> bool:
+        """The wait with the earliest timeout ends."""
+        due = {r: t for r, (_, t, awaited) in self._limits.items() if r.awaits is awaited}
+        if not due:
+            return False
+        rank = min(due, key=lambda r: (due[r], r.number))
+        timeout, deadline, awaited = self._limits.pop(rank)
+        absent, seconds = awaited.missing(), timeout.total_seconds()
+        rank.clock = max(rank.clock, deadline)
+        error = CollectiveTimeout(
+            message=f"rank {rank.number} waited {seconds:g} s in {awaited}{names(absent)}"
+        )
+        error.rank = absent[0] if absent else -1
+        awaited.expire(error)
+        return True
+
+    def _report(self) -> Deadlock:
+        return deadlock(self.baton.ranks, self.killed, self.notes)
+
+    def _deadlock(self) -> None:
+        self.fail(self._report(), None)
 
     def fail(self, error: BaseException, rank: Rank | None) -> None:
         """The first failure ends all ranks."""
         if self.failure is None:
             self.failure, self.failed = error, rank
         self.baton.stop()
-
-    def _expire(self) -> bool:
-        """No rank can go on: the wait with the earliest timeout ends."""
-        due = {r: t for r, (t, awaited) in self.limits.items() if r.awaits is awaited}
-        if not due:
-            return False
-        rank = min(due, key=lambda r: (due[r], r.number))
-        deadline, awaited = self.limits.pop(rank)
-        absent = _names(awaited.missing())
-        rank.error = CollectiveTimeout(message=f"rank {rank.number} waited in {awaited}{absent}")
-        rank.clock = max(rank.clock, deadline)
-        self.baton.wake(rank)
-        return True
-
-    def _deadlock(self) -> None:
-        self.fail(deadlock(self.baton.ranks), None)
-
-
-def deadlock(ranks: list[Rank]) -> Deadlock:
-    """The report: which rank waits for what, where, and for whom."""
-    lines, waiting = [], []
-    for rank in ranks:
-        if rank.awaits is not None:
-            waiting.append(rank.number)
-            lines.append(
-                f"  rank {rank.number} waits in {rank.awaits}{_names(rank.awaits.missing())}"
-            )
-        elif rank.ended:
-            lines.append(f"  rank {rank.number} has ended")
-    circle = _circle({r.number: r.awaits.missing() for r in ranks if r.awaits is not None})
-    around = f"\nIn a circle: {' -> '.join(f'rank {r}' for r in circle)}." if circle else ""
-    made = Deadlock(message="no rank can go on:\n" + "\n".join(lines) + around)
-    made.ranks = tuple(circle[:-1] or waiting)
-    return made
-
-
-def _names(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return ""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f", for rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def _circle(waits_for: dict[int, tuple[int, ...]]) -> list[int]:
-    """Ranks each of which waits for the next, the first again at the end; or empty."""
-    for start in waits_for:
-        path = [start]
-        while True:
-            following = [r for r in waits_for.get(path[-1], ()) if r in waits_for]
-            if not following:
-                break
-            if following[0] in path:
-                return [*path[path.index(following[0]) :], following[0]]
-            path.append(following[0])
-    return []

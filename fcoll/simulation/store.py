@@ -15,10 +15,8 @@ from fcoll.source import user_line
 class Keys:
     """What a rank that looks for keys waits for."""
 
-    timeout_s = 300.0  # torch's
-
-    def __init__(self, values: dict[str, bytes], keys: Sequence[str]) -> None:
-        self.values, self.keys = values, list(keys)
+    def __init__(self, values: dict[str, bytes], keys: Sequence[str], rank: Any = None) -> None:
+        self.values, self.keys, self.rank = values, list(keys), rank
         self.line = user_line() or "?"
 
     def ready(self) -> bool:
@@ -26,6 +24,10 @@ class Keys:
 
     def missing(self) -> tuple[int, ...]:
         return ()
+
+    def expire(self, error: Any) -> None:
+        self.rank.error = error
+        self.rank.baton.wake(self.rank)
 
     def __str__(self) -> str:
         absent = [key for key in self.keys if key not in self.values]
@@ -49,6 +51,7 @@ class SimulatedStore(dist.Store):
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
+        _race()
         total = int(self.values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -57,12 +60,14 @@ class SimulatedStore(dist.Store):
         self.set(key, self.values.get(key, b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        _race()
         present = self.values.get(key)
         if present == _bytes(expected) or (present is None and not _bytes(expected)):
             self.set(key, desired)
         return self.values.get(key, _bytes(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
+        _race()
         found = all(key in self.values for key in keys)
         me = this_rank()
         if not found and me is not None:
@@ -70,10 +75,10 @@ class SimulatedStore(dist.Store):
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        sought = Keys(self.values, keys)
+        me = this_rank()
+        sought = Keys(self.values, keys, me)
         if sought.ready():
             return
-        me = this_rank()
         if me is None:
             raise RuntimeError(f"{sought}: only a simulated rank can wait for a key")
         if timeout is not None:
@@ -111,6 +116,13 @@ class SimulatedStore(dist.Store):
         for rank in self.waiting:
             if rank.awaits is not None and rank.awaits.ready():
                 rank.baton.wake(rank)
+
+
+def _race() -> None:
+    """What comes next depends on which rank is first."""
+    me = this_rank()
+    if me is not None:
+        me.session.race(me)
 
 
 def _bytes(value: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +23,18 @@ class SimulatedWork(dist.Work):
         self.rank = rank
         self.call = call  # calls.Call
         self.outs = outs
+        self.tensors = list(outs)  # by which C++ may know the work
         self.done = False
         self.failure: FcollError | None = None
         self.source = -1
-        self.asked = False  # did anyone wait for it, or look?
+        self.timeout: timedelta | None = None  # of the wait, where the call gave one
+        # ends it for all ranks that take part
+        self.cancel: Callable[[FcollError], None] = lambda error: None
         self.done_at = 0.0
         self.missing_ranks: Any = ()
         self.future: Any = None
+        self.abandoned = False  # its rank has ended
+        self.for_cpp = False  # is it C++ that has the future?
 
     # -- what the simulation calls ---
 
@@ -45,15 +51,28 @@ class SimulatedWork(dist.Work):
         found = self.missing_ranks
         return tuple(found() if callable(found) else found)
 
+    def registered_for(self, out: Tensor) -> None:
+        """C++ has the work in its registry, under this tensor."""
+        if all(x is not out for x in self.tensors):
+            self.tensors.append(out)
+
+    def expire(self, error: FcollError) -> None:
+        self.cancel(error)
+
     def __str__(self) -> str:
         return str(self.call)
 
     # -- torch's interface ---
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.asked = True
+        if self.abandoned:
+            return True
+        self.rank.session.unasked.discard(self)
         if not self.done:
             me = self.rank if this_rank() is self.rank else _foreign(self)
+            limit = timeout or self.timeout
+            if limit:
+                me.session.limit(me, self, limit)
             me.wait_for(self)
         rank = self.rank
         if self.done_at > rank.clock:
@@ -69,9 +88,11 @@ class SimulatedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        self.asked = True
-        if not self.done:
-            self.rank.session.poll(self.rank, self)
+        session = self.rank.session
+        session.unasked.discard(self)
+        if self.done:  # on real ranks it might not be yet
+            return not session.may_differ(self)
+        session.poll(self.rank, self)
         return self.done
 
     def is_success(self) -> bool:
@@ -93,19 +114,22 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """In a backward (DDP's reducer) C++ waits for it when all gradients are there: a callback
         ahead of that wait lets the other ranks run. Elsewhere Python's ``wait`` does."""
-        self.asked = True
+        self.rank.session.unasked.discard(self)
+        if self.done:
+            self.wait()  # raises if it failed
         if self.future is None:
             self.future = _Future(self)
             if self.done:
                 self._settle_future()
             elif _torch.in_backward():
+                self.for_cpp = True
                 _torch.after_backward(self.wait)
         return self.future
 
     def _settle_future(self) -> None:
         if self.failure is None:
             self.future.set_result(list(self.outs))
-        else:
+        elif not self.for_cpp:  # C++ takes any value for tensors; the callback raises ahead of it
             self.future.set_exception(self.failure)
 
 

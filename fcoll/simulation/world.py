@@ -125,7 +125,7 @@ def _check_place(rank: int, world_size: int) -> None:
 
 def _default_timeout(original: Any, backend: Any) -> timedelta:
     """torch warns where it was built without the backend, which does not matter here."""
-    return dist.constants.default_pg_timeout
+    return _torch.DEFAULT_TIMEOUT
 
 
 def _log_entry(original: Any, func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -223,6 +223,10 @@ def end_world() -> None:
     me = this_rank()
     if me is None or me.world is None:
         return
+    for work in me.session.unasked:
+        if work.rank is me:
+            work.abandoned = True
+            _torch.forget_work(work.tensors)
     for pg in list(me.world.pg_names):
         pg.shutdown()
     _torch.unregister_all_groups()

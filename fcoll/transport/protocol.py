@@ -122,6 +122,16 @@ class Then(dist.Work):
                 finish()
         return True
 
+    def registered_for(self, out: Tensor) -> None:
+        for work in self.works:
+            tell(work, out)
+
+
+def tell(work: dist.Work, out: Tensor) -> None:
+    """Tell a work of simulated ranks for which tensor it is registered."""
+    if (told := getattr(work, "registered_for", None)) is not None:
+        told(out)
+
 
 def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
     """What the wait raises. Raised only when all are waited for: a peer may need the others."""
@@ -139,6 +149,7 @@ def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) ->
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
         _torch.register_work(out, Then([work], finish) if finish else work)
+        tell(work, out)
     elif finish:
         finish()
     return out
