@@ -13,14 +13,18 @@ from torch.utils._pytree import tree_iter
 from fcoll.graph import _torch
 from fcoll.graph.origin import Origin
 from fcoll.source import show, user_frames
-from fcoll.table.collectives import row_of
+from fcoll.table.collectives import row_named
 from fcoll.table.row import Collective
 
 
 def row_of_node(node: Any) -> Collective | None:
     """The row of a node that calls a collective or a wait, None of any other."""
-    is_call = isinstance(node, Node) and node.op == "call_function"
-    return row_of(_op_name(node.target)) if is_call else None
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    known = _names.get(id(node.target))
+    if known is None or known[0] is not node.target:
+        return row_named(_op_name(node.target))
+    return row_named(known[1])
 
 
 _names: dict[int, tuple[Any, str]] = {}  # by id: to hash an op takes as long as to name it

@@ -48,7 +48,10 @@ class Reference:
 
     __slots__ = ("first", "first_at", "order", "peaks", "position")
 
-    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
+    def __init__(
+        self, problem: Problem, order: Sequence[int], profile: Sequence[int] | None = None
+    ) -> None:
+        """``profile`` is the order's memory_profile, where it is known."""
         self.order = order
         self.position = [0] * problem.n
         self.first = [-1] * len(problem.size)  # where each buffer is first touched
@@ -59,7 +62,7 @@ class Reference:
                 if self.first[b] < 0 and not problem.live_first[b]:
                     self.first[b] = i
                     self.first_at[i].append(b)
-        self.peaks = RangeMax(memory_profile(problem, order))
+        self.peaks = RangeMax(memory_profile(problem, order) if profile is None else profile)
 
 
 class ListScheduler:

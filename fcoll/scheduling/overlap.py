@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fcoll.scheduling import classic
-from fcoll.scheduling.bounds import Outcome, lower_bound_us, peak_bytes, run, tails, times
+from fcoll.scheduling.bounds import (
+    Outcome,
+    lower_bound_us,
+    memory_profile,
+    peak_bytes,
+    tails,
+    times,
+)
 from fcoll.scheduling.listing import Reference, list_schedule
 from fcoll.scheduling.mirror import flipped, mirrored
 from fcoll.scheduling.problem import WAIT, Problem
@@ -41,7 +48,8 @@ class Overlap:
         self.close = 1 + 1e-9 if problem.n <= LARGE else CLOSE
         self.back = mirrored(problem)
         self.tail = _with_own(problem, tails(problem))
-        self.seeds = [run(problem, order) for order in _simple_orders(problem)]
+        self.profiles: dict[int, tuple[Outcome, list[int]]] = {}  # by id, of what run gave
+        self.seeds = [self.run(order) for order in _simple_orders(problem)]
         self.leanest = min(self.seeds, key=lambda o: (o.peak_bytes, o.us))
 
     def best(self, cap: float) -> Outcome | None:
@@ -69,7 +77,7 @@ class Overlap:
 
     def early(self, outcome: Outcome, cap: float) -> Outcome:
         order = classic.starts_early(self.problem, outcome.order, cap)
-        return run(self.problem, classic.waits_late(self.problem, order, cap))
+        return self.run(classic.waits_late(self.problem, order, cap))
 
     def levels(self, cap: float) -> list[float]:
         """The ladder's caps up to this one. It depends on the problem alone."""
@@ -126,15 +134,29 @@ class Overlap:
 
     def forward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
         problem = self.problem
-        order = list_schedule(problem, priority, Reference(problem, reference.order), cap)
-        return run(problem, classic.waits_late(problem, order, cap))
+        kept = Reference(problem, reference.order, self.profile(reference))
+        order = list_schedule(problem, priority, kept, cap)
+        return self.run(classic.waits_late(problem, order, cap))
 
     def backward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
         back, n = self.back, self.problem.n
         assert back is not None
-        mirror = Reference(back, flipped(reference.order, n))
+        # Backwards the same is held while a unit runs.
+        mirror = Reference(back, flipped(reference.order, n), self.profile(reference)[::-1])
         order = flipped(list_schedule(back, priority, mirror, cap), n)
-        return run(self.problem, classic.waits_late(self.problem, order, cap))
+        return self.run(classic.waits_late(self.problem, order, cap))
+
+    def run(self, order: Sequence[int]) -> Outcome:
+        """As bounds.run; its memory is kept for schedules that have it as their reference."""
+        us, _ = times(self.problem, order)
+        profile = memory_profile(self.problem, order)
+        made = Outcome(tuple(order), us, max(profile, default=self.problem.held_bytes))
+        self.profiles[id(made)] = made, profile
+        return made
+
+    def profile(self, outcome: Outcome) -> list[int]:
+        kept = self.profiles.get(id(outcome))
+        return kept[1] if kept else memory_profile(self.problem, outcome.order)
 
     def ends(self, outcome: Outcome) -> list[float]:
         """When each unit ends: what ends last is first backwards."""

@@ -241,7 +241,7 @@ def _ordered(job: Job, entry: Entry, cap: int | None) -> tuple[tuple[Step, ...],
             original=show_bytes(job.original.peak_bytes),
         )
     by_name = {step.name: step for step in job}
-    if sorted(given) != sorted(by_name):
+    if len(given) != len(by_name) or set(given) != by_name.keys():
         wrong = sorted(set(given) ^ set(by_name)) or [n for n, k in Counter(given).items() if k > 1]
         why = f"{wrong[0]} is missing, unknown or there twice"
         raise BadPlan(scheduler=entry.name, why=why)

@@ -112,7 +112,7 @@ def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> 
     """Every node of the graph once, behind what it takes, and with the values that it had."""
     nodes = list(graph_module.graph.nodes)
     by_name = {node.name: node for node in nodes}
-    if sorted(by_name) != sorted(order):
+    if len(order) != len(by_name) or set(order) != by_name.keys():
         wrong = set(by_name) ^ set(order)
         fail(f"the nodes are not those of the graph: {min(wrong, default='one is there twice')}")
     planned = [by_name[name] for name in order]

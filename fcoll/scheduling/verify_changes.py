@@ -239,6 +239,8 @@ def _why_not(node: Node, now: Node, mine: Part, given: list[Part]) -> str:
         return "none of its inputs is in chunks"
     if row is not None:
         return _why_no_collective(node, now, row, ratio)
+    if node.target not in _SIZED and _literals(node) != _literals(now):
+        return "other arguments"
     if node.target in (aten.mm.default, aten.addmm.default):
         right = given[-2].k == mine.k and all(p.k == 1 for p in (*given[:-2], given[-1]))
         return "" if right and d == 0 and ratio[0][0] == ratio[0][1] else "other rows"
@@ -259,10 +261,11 @@ _BY_DIM = {
     *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
     *(aten._softmax.default, aten._log_softmax.default, aten.slice.Tensor, aten.transpose.int),
 }
-_SAME_ORDER = _BY_DIM | {
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default),
-    *(aten._to_copy.default, aten.detach.default, aten.split.Tensor),
+#: They have sizes as arguments, and those are a chunk's: the shape of the result says if rightly.
+_SIZED = {
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.split.Tensor),
 }
+_SAME_ORDER = _BY_DIM | _SIZED | {aten.clone.default, aten._to_copy.default, aten.detach.default}
 
 
 def _why_no_rows(node: Node, mine: Part, given: list[Part], d: int) -> str:

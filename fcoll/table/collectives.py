@@ -39,6 +39,11 @@ def row_of(op: Any) -> Collective | None:
     return _BY_TARGET.get(_torch.op_name(op))
 
 
+def row_named(name: str) -> Collective | None:
+    """The row of the op of this name, "namespace::name"; None if it is no collective."""
+    return _BY_TARGET.get(name)
+
+
 def functional_row(row: Collective) -> Collective:
     """The row that returns new tensors; of one that does so already, itself."""
     return COLLECTIVES[row.functional] if row.functional else row

@@ -224,6 +224,15 @@ def a_chunk_is_another_call(plans):
 
 
 @mutation
+def a_chunk_is_called_with_another_number(plans):
+    def change(nodes):
+        chunk = one(nodes, lambda n: n.target is aten.mul.Tensor and n.name.endswith("_c1"))
+        chunk.args = (chunk.args[0], 3)
+
+    return changed(plans["split"], change)
+
+
+@mutation
 def a_chunk_is_reduced_otherwise(plans):
     def change(nodes):
         start = one(nodes, lambda n: "reduce_scatter" in n.name and n.name.endswith("_c1"))
