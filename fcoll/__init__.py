@@ -1,6 +1,6 @@
 """Functional collectives for PyTorch: a tensor in, a new tensor out."""
 
-from fcoll import _torch, compat, dist, errors, functions, symm_mem
+from fcoll import _torch, compat, dist, errors, functions, local, symm_mem
 from fcoll.checking.check import Checked, check
 from fcoll.costs.machine import Machine
 from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
@@ -67,6 +67,7 @@ __all__ = [
     "faults",
     "fake_world",
     "launch",
+    "local",
     "profile",
     "rank",
     "register",

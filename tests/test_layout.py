@@ -24,6 +24,7 @@ LAYERS = (
     (
         "compat",
         "dist",
+        "local",
         "symm_mem",
         "checking",
         "profiling",

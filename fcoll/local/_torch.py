@@ -1,0 +1,246 @@
+"""The private torch APIs that ``fcoll.local`` uses. No other file of the package names one.
+
+Tested with torch 2.13.0. Each name says what it is needed for. Nothing here imports DTensor:
+``fcoll.local`` can be served in place of torch's module before DTensor binds names from it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._C._distributed_c10d import FakeWork, PythonCallbackWork
+from torch._C._functorch import (
+    _add_batch_dim,
+    _remove_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import (
+    ProcessGroup,
+    Work,
+    _check_op,
+    _get_default_group,
+    _resolve_process_group,
+)
+from torch.fx.experimental._constant_symnode import ConstantIntNode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    return_and_correct_aliasing,
+)
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "ConstantIntNode",
+    "FakeTensor",
+    "ProcessGroup",
+    "PythonCallbackWork",
+    "ScriptObject",
+    "Work",
+    "check_p2p_op",
+    "constant_bool",
+    "correct_aliasing",
+    "default_group",
+    "disable_dynamo",
+    "disabled_torch_function",
+    "funcol",
+    "resolve_group",
+]
+
+AsyncCollectiveTensor = funcol.AsyncCollectiveTensor
+ScriptObject = torch._C.ScriptObject
+check_p2p_op = _check_op
+correct_aliasing = return_and_correct_aliasing
+default_group = _get_default_group
+disable_dynamo = torch._disable_dynamo
+# Results keep the type that dispatch gave them, and a call costs 3 us less.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+# LocalIntNode's comparisons return it: what SymBool wraps.
+constant_bool = torch._C._get_constant_bool_symnode
+
+# In a dispatch handler all keys above Python are switched off, vmap's too: these bring it back.
+_VMAP_KEYS = (
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchVmapMode,
+    DispatchKey.FuncTorchDynamicLayerFrontMode,
+)
+
+
+def vmapped(size: int, call: Callable[..., Any]) -> Any:
+    """``call(batch, unbatch)`` under one level of vmap over ``size`` rows.
+
+    ``batch(stack)`` is one row's tensor as vmap sees it; ``unbatch(result)`` is the stack again.
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _VMAP_KEYS:
+        exclude = exclude.remove(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        level = _vmap_increment_nesting(size, "error")
+        try:
+            return call(
+                lambda stack: _add_batch_dim(stack, 0, level),
+                lambda result: _remove_batch_dim(result, level, size, 0),
+            )
+        finally:
+            _vmap_decrement_nesting()
+
+
+def has_batching_rule(func: torch._ops.OpOverload) -> bool:
+    """Can vmap run the op without a loop of its own (which warns)?"""
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return kernel(name, "FuncTorchBatched") or kernel(name, "FuncTorchBatchedDecomposition")
+
+
+def below_autograd() -> Any:
+    """In it, a view is a plain tensor on the same memory: no view tracking, no shared version."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_dispatch() -> Any:
+    """In it, ops on a wrapper subclass act on the wrapper itself."""
+    return torch._C._DisableTorchDispatch()
+
+
+def throw_on_data_ptr(wrapper: Tensor) -> None:
+    """A wrapper has no memory: reading its pointer is an error, not a null pointer."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+
+
+def extra_keys(t: Tensor) -> Any:
+    """The dispatch keys of lazy conjugation and negation, which a wrapper must carry as well."""
+    keys = torch._C.DispatchKeySet.from_raw_repr(0)
+    if t.is_conj():
+        keys = keys.add(DispatchKey.Conjugate)
+    if t.is_neg():
+        keys = keys.add(DispatchKey.Negative)
+    return keys
+
+
+def wrapper(cls: type, shape: Any, strides: Any, like: Tensor, **options: Any) -> Any:
+    """A tensor of class ``cls`` without memory of its own."""
+    if like.is_conj() or like.is_neg():
+        options["_extra_dispatch_keys"] = extra_keys(like)
+    made = Tensor._make_wrapper_subclass(
+        cls,
+        shape,
+        strides=strides,
+        dtype=like.dtype,
+        device=like.device,
+        layout=like.layout,
+        **options,
+    )
+    throw_on_data_ptr(made)
+    return made
+
+
+def in_fake_mode() -> bool:
+    """Is a FakeTensorMode active?"""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def unbox_group(group: Any) -> ProcessGroup:
+    """The process group that a c10d op got."""
+    return ProcessGroup.unbox(group) if isinstance(group, ScriptObject) else group
+
+
+def resolve_group(group: Any) -> ProcessGroup:
+    """The process group that a functional op got: by name, boxed or itself."""
+    if isinstance(group, (ProcessGroup, ScriptObject)):
+        return unbox_group(group)
+    return _resolve_process_group(group)
+
+
+def done() -> Any:
+    """A Work that is complete, as c10d ops return it."""
+    return Work.boxed(FakeWork())
+
+
+def boxed(work: Any) -> Any:
+    return Work.boxed(work)
+
+
+def manual_seed(seed: int) -> torch.Generator:
+    """torch.manual_seed itself, whatever is patched over it."""
+    from torch.random import _manual_seed_impl  # absent where torch.manual_seed is whole
+
+    return _manual_seed_impl(seed)
+
+
+def group_ranks(group: ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def funcol_group(group: Any, tag: str = "") -> ProcessGroup:
+    """The process group of anything that torch's functional collectives take."""
+    tag, ranks, size = funcol._expand_group(group, tag)
+    return funcol.c10d._find_or_create_pg_by_ranks_and_tag(tag, ranks, size)
+
+
+def patched_modules() -> dict[str, Any]:
+    """The modules and classes in which a mode patches names, by a short name."""
+    import torch.distributed.distributed_c10d as c10d
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return {"torch": torch, "random": torch.random, "dist": dist, "c10d": c10d, "funcol": funcol,
+            "mesh": DeviceMesh}  # fmt: skip
+
+
+def mesh_fibers(mesh: Any) -> Tensor:
+    """All sub-meshes of a mesh's kind: [sub-mesh, *mesh shape] of ranks."""
+    # a clone: the rank map may be an inference tensor
+    return mesh._layout.remap_to_tensor(mesh._rank_map.clone())
+
+
+def living_meshes() -> list[Any]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return [o for o in gc.get_objects() if isinstance(o, DeviceMesh)]
+
+
+def mesh_group_names(mesh: Any) -> list[str]:
+    return list(getattr(mesh, "_dim_group_names", ()))
+
+
+def mesh_dim_index(mesh: Any, dim: str) -> int:
+    return mesh._mesh_dim_names.index(dim)
+
+
+def submesh_of_rank(full_mesh: Tensor, rank: int) -> Tensor:
+    """Of [sub-mesh, *mesh shape]: the sub-mesh that has the rank."""
+    for mesh in full_mesh.reshape(-1, *full_mesh.shape[1:]):
+        if bool((mesh == rank).any()):
+            return mesh
+    raise RuntimeError(f"rank {rank} is in no mesh of {full_mesh.tolist()}")
+
+
+def device_handle(device_type: str) -> Any:
+    """The module of a device type (torch.cuda)."""
+    from torch.distributed.device_mesh import _get_device_handle
+
+    return _get_device_handle(device_type)
+
+
+def shard_index_and_size(spec: Any, coordinate: list[int]) -> tuple[int, int]:
+    """Which shard of a DTensor a rank holds, counted in row-major order, and a shard's numel."""
+    from torch.distributed.tensor import _random  # DTensor: loaded, since it calls
+
+    by_dim, numbers = _random._calc_shard_info(coordinate, spec)
+    index = _random._calc_shard_linear_idx(by_dim, numbers)
+    return index, numel(_random._calc_first_shard_size(spec))
+
+
+def numel(shape: Any) -> int:
+    product = 1
+    for size in shape:
+        product *= int(size)
+    return product

@@ -1,0 +1,213 @@
+"""Collectives on LocalTensors: on the stack by the table's rules, else group by group.
+
+A call is made for all groups at once: the ranks' groups come from ``groups.py``. In a group that
+not all ranks have a counterpart of, the other ranks make no call and keep what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.local import groups, reduce, rows
+from fcoll.local.tensor import LocalTensor, apart, stacked
+
+# What each rank of a group gets from the ranks' tensors, in the group's order.
+OnGroup = Callable[[list[Tensor], Mapping[str, Any]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the ranks that made the call get: rows of a stack, or a tensor each."""
+
+    ranks: tuple[int, ...]
+    stack: Tensor | None = None
+    parts: Mapping[int, Tensor] | None = None
+
+    def items(self) -> Any:
+        if self.parts is not None:
+            return self.parts.items()
+        assert self.stack is not None
+        return zip(self.ranks, rows.unbound(self.stack), strict=True)
+
+
+@cache
+def partition(calling: groups.Groups, ranks: tuple[int, ...]) -> Any:
+    """The groups as a Partition of the rows of a stack of ``ranks``."""
+    from fcoll.table.partition import Partition  # not at import: fcoll.local may be served early
+
+    place = {r: i for i, r in enumerate(ranks)}
+    return Partition(tuple(tuple(place[r] for r in g) for g in calling))
+
+
+def run(name: str, x: LocalTensor, group: Any, **args: Any) -> Result:
+    """The collective of this row of the table, for all ranks of ``x``."""
+    local(x)
+    calling = groups.calling(group, x._order)
+    ranks = tuple(sorted(r for g in calling for r in g))
+    x, args = _reducing(x, args)
+    stack = x._as_stack()
+    if stack is not None and not _ragged(args) and stack.layout is torch.strided:
+        _check(name, stack.shape[1:], len(calling[0]), args)
+        if ranks != x._order:
+            stack = stack[[x._order.index(r) for r in ranks]]
+        return Result(ranks, stack=_rule(name)(stack, args, partition(calling, ranks)))
+    parts: dict[int, Tensor] = {}
+    for g in calling:
+        mine = [x._local_tensors[r] for r in g]
+        for t in mine:
+            _check(name, t.shape, len(g), args)
+        given = {k: _of_ranks(v, g) for k, v in args.items()}
+        parts |= zip(g, ON_GROUP[name](mine, given), strict=True)
+    return Result(ranks, parts=parts)
+
+
+def local(x: Any, what: str = "Input") -> LocalTensor:
+    if not isinstance(x, LocalTensor):
+        raise AssertionError(f"{what} tensor must be a LocalTensor")
+    return x
+
+
+def _rule(name: str) -> Callable[..., Tensor]:
+    from fcoll.table.collectives import COLLECTIVES
+
+    rule = COLLECTIVES[name].stacked
+    assert rule is not None, name
+    return rule
+
+
+def _reducing(x: LocalTensor, args: dict[str, Any]) -> tuple[LocalTensor, dict[str, Any]]:
+    if "reduce_op" not in args:
+        return x, args
+    name = reduce.name_of(args["reduce_op"])
+    if name == "premul_sum":
+        scaled = {}
+        for r, t in x._local_tensors.items():
+            scaled[r], name = reduce.prepared(t, args["reduce_op"])
+        x = apart(scaled, owned=True)
+    return x, {**args, "reduce_op": name}
+
+
+def _ragged(args: Mapping[str, Any]) -> bool:
+    """Do splits make results of different shapes, or differ between ranks?"""
+    splits = [*(args.get("input_split_sizes") or ()), *(args.get("output_split_sizes") or ())]
+    return any(isinstance(s, torch.SymInt) for s in splits) or len(set(splits)) > 1
+
+
+def _of_ranks(value: Any, ranks: Sequence[int]) -> Any:
+    """Splits as each rank of a group has them."""
+    from fcoll.local.over_ranks import on_rank
+
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (int, torch.SymInt)) for v in value):
+        return [[int(on_rank(v, r)) for v in value] for r in ranks]
+    return value
+
+
+def _check(name: str, shape: Sequence[int], n: int, args: Mapping[str, Any]) -> None:
+    """A scattered dim must be divisible: torch's own simulation drops the rest."""
+    if name == "reduce_scatter_tensor" or (
+        name == "all_to_all_single" and not args.get("input_split_sizes")
+    ):
+        size = shape[0] if shape else 0
+        if not shape or size % n:
+            from fcoll.errors import UnevenShard
+
+            facts = {"group": n, "dim": 0, "size": size, "n": n, "padded": -(-size // n) * n}
+            raise UnevenShard(op=name, remedy="output_split_sizes= and input_split_sizes=", **facts)
+
+
+# ---- what comes out
+
+
+def fresh(result: Result, x: LocalTensor) -> LocalTensor:
+    """A new LocalTensor of the result; ranks that made no call have a copy of theirs."""
+    if result.stack is not None and rows.rows_overlap(result.stack):
+        # what all ranks of one group get is expanded: memory of its own for each
+        whole = result.stack.clone(memory_format=torch.contiguous_format)
+        result = Result(result.ranks, stack=whole)
+    if result.ranks == x._order and result.stack is not None:
+        return stacked(result.stack, x._order)
+    parts = dict(result.items())
+    others = {r: t.clone() for r, t in x._local_tensors.items() if r not in parts}
+    return apart({r: parts[r] if r in parts else others[r] for r in x._order})
+
+
+def write(result: Result, out: LocalTensor, only: Sequence[int] | None = None) -> None:
+    """Write the result into the tensors of the ranks that made the call (of ``only`` these)."""
+    local(out, "Output")
+    whole = only is None and result.ranks == out._order
+    if whole and out._stack is not None and result.stack is not None:
+        out._stack.copy_(result.stack.reshape(out._stack.shape))
+        return
+    for r, t in result.items():
+        if only is None or r in only:
+            target = out._local_tensors[r]
+            target.copy_(t.reshape(target.shape))
+
+
+# ---- group by group, where shapes differ
+
+
+def _all_reduce(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    return [t.clone() for t in [_folded(xs, args)] * len(xs)]
+
+
+def _folded(xs: list[Tensor], args: Mapping[str, Any]) -> Tensor:
+    from fcoll.reductions import fold, reduction
+
+    return fold(reduction("all_reduce", args["reduce_op"]), torch.stack(xs))
+
+
+def _all_gather(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    whole = torch.cat([t.reshape(1) if t.dim() == 0 else t for t in xs])
+    return [whole.clone() for _ in xs]
+
+
+def _reduce_scatter(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    return [t.clone() for t in _folded(xs, args).chunk(len(xs))]
+
+
+def _all_to_all(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    n = len(xs)
+    splits = args.get("input_split_sizes") or [[x.shape[0] // n] * n for x in xs]
+    sent = [x.split(s) for x, s in zip(xs, splits, strict=True)]
+    for i, wanted in enumerate(args.get("output_split_sizes") or ()):
+        found = [sent[j][i].shape[0] for j in range(n)]
+        if list(wanted) != found:
+            raise ValueError(
+                f"all_to_all: rank {i} of the group waits for {list(wanted)} rows and gets {found}"
+            )
+    return [torch.cat([sent[j][i] for j in range(n)]) for i in range(n)]
+
+
+def _shard_dim_alltoall(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    whole, dim = torch.cat(xs, args["gather_dim"]), args["shard_dim"]
+    step = whole.shape[dim] // len(xs)
+    return [whole.narrow(dim, i * step, step).clone() for i in range(len(xs))]
+
+
+def _broadcast(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    return [xs[args["src"]].clone() for _ in xs]
+
+
+def _permute(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
+    dst = list(args["dst"])
+    return [
+        xs[dst.index(i)].clone() if i in dst else torch.zeros_like(xs[i]) for i in range(len(xs))
+    ]
+
+
+ON_GROUP: dict[str, OnGroup] = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+    "shard_dim_alltoall": _shard_dim_alltoall,
+    "broadcast": _broadcast,
+    "permute": _permute,
+}

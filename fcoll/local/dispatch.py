@@ -1,0 +1,80 @@
+"""The door of every op on LocalTensors, and of every op in a LocalTensorMode."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fcoll.local import _c10d, functional, mesh, over_ranks
+from fcoll.local.scan import Seen, scan
+
+if TYPE_CHECKING:
+    from fcoll.local.mode import LocalTensorMode
+
+aten = torch.ops.aten
+_inside = threading.local()
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any], mode: LocalTensorMode | None) -> Any:
+    """What ``__torch_dispatch__`` does; ``mode`` is None if none is active."""
+    seen = scan(args, kwargs)
+    if seen.foreign:
+        return NotImplemented
+    inside = getattr(_inside, "now", False)
+    if inside and not seen.locals:  # an outer mode sees the calls that an inner one makes
+        return func(*args, **kwargs)
+    enabled = mode is not None and not mode._disable
+    if enabled and func.namespace == "device_mesh":
+        return mesh.runtime_coordinate(func, args, kwargs, mode)
+    if not seen.locals and (not enabled or seen.tensors):
+        return func(*args, **kwargs)
+    if func.namespace == "profiler":
+        return func(*args, **kwargs)
+    _inside.now = True
+    try:
+        return _for_all_ranks(func, args, kwargs, seen, _order(seen, mode))
+    finally:
+        _inside.now = inside
+
+
+def _for_all_ranks(func: Any, args: Any, kwargs: Any, seen: Seen, order: tuple[int, ...]) -> Any:
+    if func.namespace == "aten":
+        if (uneven := _UNEVEN.get(func.overloadpacket)) and args[0]._uneven is not None:
+            return uneven(args[0])
+    elif func.namespace == "c10d":
+        return _c10d.run(func, args, kwargs)
+    elif func in functional.OPS or func.namespace in functional.NAMESPACES:
+        return functional.run(func, args, kwargs)
+    return over_ranks.run(func, args, kwargs, seen, order)
+
+
+def _order(seen: Seen, mode: LocalTensorMode | None) -> tuple[int, ...]:
+    """The ranks of a call: those of its tensors, or of the mode if it has none."""
+    if not seen.locals:
+        assert mode is not None
+        return mode.order
+    first = seen.locals[0]
+    for other in seen.locals[1:]:
+        if other._order != first._order:
+            raise AssertionError(
+                f"tensors of different ranks in one call: {list(first._order)} and "
+                f"{list(other._order)}"
+            )
+    if mode is not None and not first._ranks <= mode.ranks:
+        raise AssertionError(
+            f"Input LocalTensor of ranks {list(first._order)} must be configured for a subset of "
+            f"the LocalTensorMode ranks {sorted(mode.ranks)}"
+        )
+    return first._order
+
+
+# what a wrapper with ints of each rank is asked for by torch itself
+_UNEVEN = {
+    aten.dim: lambda x: len(x._uneven[0]),
+    aten.size: lambda x: list(x._uneven[0]),
+    aten.sym_size: lambda x: list(x._uneven[0]),
+    aten.stride: lambda x: list(x._uneven[1]),
+    aten.sym_stride: lambda x: list(x._uneven[1]),
+}

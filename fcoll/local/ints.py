@@ -1,0 +1,170 @@
+"""An int that differs between ranks, where only a SymInt is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fcoll.local import _torch
+
+
+class LocalIntNode:
+    """One int a rank, as the node of a SymInt; all equal, it is a constant.
+
+    >>> rows = torch.SymInt(LocalIntNode({0: 3, 1: 2}))
+    >>> rows + 1
+    LocalIntNode({0: 4, 1: 3})
+    """
+
+    def __new__(cls, local_ints: Mapping[int, int]) -> Any:
+        if len(set(local_ints.values())) == 1:
+            return _torch.ConstantIntNode(next(iter(local_ints.values())))
+        return super().__new__(cls)
+
+    def __init__(self, local_ints: Mapping[int, int]) -> None:
+        self._local_ints = dict(local_ints)
+
+    def _map(self, fn: Callable[..., int], *others: Any) -> Any:
+        return LocalIntNode(
+            {r: fn(i, *(int_on_rank(o, r) for o in others)) for r, i in self._local_ints.items()}
+        )
+
+    def _all(self, fn: Callable[[int, int], bool], other: Any) -> set[bool]:
+        return {bool(fn(i, int_on_rank(other, r))) for r, i in self._local_ints.items()}
+
+    def _ask(self, fn: Callable[[int, int], bool], other: Any) -> Any:
+        answers = self._all(fn, other)
+        if len(answers) != 1:  # AssertionError is what torch's class raises
+            raise AssertionError(
+                f"the ranks differ: {self} compared with {other}. Branch for each rank in a "
+                "function under maybe_run_for_local_tensor, or by rank_map."
+            )
+        return _torch.constant_bool(answers.pop())
+
+    # what SymInt asks a node
+    def maybe_as_int(self) -> int | None:
+        return None
+
+    def is_int(self) -> bool:
+        return True
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def clone(self) -> LocalIntNode:
+        return self
+
+    def _str(self) -> str:
+        return f"LocalIntNode({self._local_ints})"
+
+    __str__ = __repr__ = _graph_repr = _str
+
+    def guard_int(self, file: str = "", line: int = 0) -> int:
+        raise TypeError(
+            f"an int of each rank is not one int: {self}. Use it in tensor ops and shapes, or run "
+            "the code for each rank by rank_map or maybe_run_for_local_tensor."
+        )
+
+    int_ = guard_int
+
+    def wrap_int(self, num: int) -> Any:
+        return _torch.ConstantIntNode(num)
+
+    # arithmetic, rank by rank
+    def add(self, other: Any) -> Any:
+        return self._map(lambda a, b: a + b, other)
+
+    def sub(self, other: Any) -> Any:
+        return self._map(lambda a, b: a - b, other)
+
+    def mul(self, other: Any) -> Any:
+        return self._map(lambda a, b: a * b, other)
+
+    def floordiv(self, other: Any) -> Any:
+        return self._map(lambda a, b: a // b, other)
+
+    int_floordiv = floordiv
+
+    def mod(self, other: Any) -> Any:
+        return self._map(lambda a, b: a % b, other)
+
+    def pow(self, other: Any) -> Any:
+        return self._map(lambda a, b: a**b, other)
+
+    pow_by_natural = pow
+
+    def neg(self) -> Any:
+        return self._map(lambda a: -a)
+
+    def sym_max(self, other: Any) -> Any:
+        return self._map(max, other)
+
+    def sym_min(self, other: Any) -> Any:
+        return self._map(min, other)
+
+    def sym_sum(self, others: Sequence[Any]) -> Any:
+        return self._map(lambda a, *more: sum(more), *others)
+
+    # comparisons: == is "on all ranks", the others need one answer
+    def eq(self, other: Any) -> Any:
+        return _torch.constant_bool(self._all(lambda a, b: a == b, other) == {True})
+
+    def ne(self, other: Any) -> Any:
+        return _torch.constant_bool(self._all(lambda a, b: a == b, other) != {True})
+
+    def ge(self, other: Any) -> Any:
+        return self._ask(lambda a, b: a >= b, other)
+
+    def le(self, other: Any) -> Any:
+        return self._ask(lambda a, b: a <= b, other)
+
+    def gt(self, other: Any) -> Any:
+        return self._ask(lambda a, b: a > b, other)
+
+    def lt(self, other: Any) -> Any:
+        return self._ask(lambda a, b: a < b, other)
+
+
+def int_on_rank(i: Any, rank: int) -> int:
+    """The value of an int or a node on one rank."""
+    if hasattr(i, "_local_ints"):  # also torch's class: DTensor keeps ints of ranks in its caches
+        return i._local_ints[rank]
+    if isinstance(i, _torch.ConstantIntNode):
+        return i.val
+    if isinstance(i, int):
+        return i
+    raise AssertionError(f"not an int of ranks: {type(i)}")
+
+
+def is_local_int(value: Any) -> bool:
+    """Is it a SymInt with an int for each rank?"""
+    if not isinstance(value, torch.SymInt):
+        return False
+    node = value.node
+    return isinstance(node, _torch.ConstantIntNode) or hasattr(node, "_local_ints")
+
+
+def local_int(values: Mapping[int, int]) -> int | torch.SymInt:
+    """One int a rank -> the int if all are the same, else a SymInt.
+
+    >>> local_int({0: 2, 1: 2}), local_int({0: 2, 1: 3})
+    (2, LocalIntNode({0: 2, 1: 3}))
+    """
+    first = next(iter(values.values()))
+    if all(v == first for v in values.values()):
+        return first
+    return torch.SymInt(LocalIntNode(values))

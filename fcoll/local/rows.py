@@ -1,0 +1,95 @@
+"""Stacks of ranks: memory of shape [W, ...] whose rows are the ranks' tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fcoll.local import _torch
+
+if TYPE_CHECKING:
+    from fcoll.local.tensor import LocalTensor
+
+# Above it, one call a rank costs less than the copy into a stack would.
+STACK_BYTES = 1 << 16
+
+
+class Rows(dict[int, Tensor]):
+    """Rank -> its tensor, as ``LocalTensor._local_tensors`` hands it out.
+
+    Writing into a tensor writes into the LocalTensor. So does putting another tensor in its place.
+    """
+
+    owner: weakref.ref[LocalTensor] | None = None
+
+    def __setitem__(self, rank: int, tensor: Tensor) -> None:
+        super().__setitem__(rank, tensor)
+        if self.owner is not None and (owner := self.owner()) is not None:
+            owner._keep_apart(self)
+
+
+def unbound(stack: Tensor) -> tuple[Tensor, ...]:
+    """The rows as tensors of their own on the same memory."""
+    with _torch.below_autograd():
+        return stack.unbind(0)
+
+
+def is_even(tensors: Sequence[Tensor]) -> bool:
+    """Have all the same shape, strides and device, so that they can be rows of one stack?"""
+    first = tensors[0]
+    shape, strides, device = first.shape, first.stride(), first.device
+    return first.layout is torch.strided and all(
+        t.shape == shape and t.stride() == strides and t.device == device for t in tensors
+    )
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory a tensor of these strides spans."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def empty_stack(like: Tensor, n: int) -> Tensor:
+    """Memory for n rows with the strides of ``like``; contiguous rows if those overlap."""
+    shape, strides = like.shape, like.stride()
+    if like.is_contiguous() or like.numel() != extent(shape, strides):
+        return torch.empty((n, *shape), dtype=like.dtype, device=like.device)
+    return torch.empty_strided(
+        (n, *shape), (like.numel(), *strides), dtype=like.dtype, device=like.device
+    )
+
+
+def stack_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A new stack with copies of the tensors."""
+    first = tensors[0]
+    if first.is_contiguous() or first.is_conj() or first.is_neg():
+        return torch.stack(list(tensors))
+    stack = empty_stack(first, len(tensors))
+    for row, tensor in zip(unbound(stack), tensors, strict=True):
+        row.copy_(tensor)
+    return stack
+
+
+def replicated(t: Tensor, n: int) -> Tensor:
+    """A stack of n copies of one tensor: memory of its own for each rank, so that writes to one
+    rank do not show on another."""
+    return empty_stack(t, n).copy_(t.unsqueeze(0).expand(n, *t.shape))
+
+
+def rows_overlap(stack: Tensor) -> bool:
+    """Do rows share memory, as in an expanded stack?"""
+    return stack.shape[0] > 1 and stack.numel() > 0 and stack.stride(0) == 0
+
+
+def all_rows_equal(stack: Tensor) -> bool:
+    return stack.shape[0] == 1 or torch.equal(stack[1:], stack[:1].expand_as(stack[1:]))
+
+
+def taken(value: Any, rank: int, position: int) -> Any:
+    """The row of a stack, for ``map`` over arguments."""
+    return value[position] if isinstance(value, Tensor) else value
