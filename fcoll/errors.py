@@ -183,6 +183,22 @@ class CollectiveMismatch(FcollError, RuntimeError):
     )
 
 
+class PlanMismatch(CollectiveMismatch):
+    """Ranks of a group are about to issue different collectives; ``step`` is the first position
+    at which they do, ``ranks`` those that differ from the group's first."""
+
+    template = (
+        "the ranks of the group {group!r} are about to issue different collectives{at}: number "
+        "{step} is\n{lines}\n{hint}"
+    )
+    step: int = -1
+    ranks: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        kind, args, kept = super().__reduce__()
+        return kind, args, {**kept, "step": self.step, "ranks": self.ranks}
+
+
 class NeverWaited(FcollError):
     template = "nothing waits for {what}{at}. Use its result, or call fcoll.wait_tensor on it."
 

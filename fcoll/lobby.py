@@ -51,7 +51,8 @@ class Lobby:
     """One meeting of the ranks of a group, of one round or more.
 
     ``processes`` are those of ranks that are known from other meetings: their end is noticed
-    although they have not come. ``names`` are what messages call the ranks.
+    although they have not come. ``names`` are what messages call the ranks, ``purpose`` is what
+    they come for.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Lobby:
         prefix: str = "fcoll",
         names: Sequence[str] = (),
         processes: dict[int, Process] | None = None,
+        purpose: str = "join the group",
     ) -> None:
         self.store, self.rank, self.n = store, rank, n
         self.timeout_s = timeout_s
         self.prefix = prefix
+        self.purpose = purpose
         self.names = names or [f"rank {r}" for r in range(n)]
         self.processes = dict(processes or {})
         self.meeting = ""  # made of all cards: two meetings have different ones
@@ -159,11 +162,11 @@ class Lobby:
         for r in ranks:
             if r in self.processes and not alive(self.processes[r]):
                 me = self.names[self.rank]
-                raise Died(f"{self.names[r]} died; {me} waited for it to join the group", [r])
+                raise Died(f"{self.names[r]} died; {me} waited for it to {self.purpose}", [r])
 
     def _late(self, ranks: Sequence[int]) -> NoReturn:
         me, others = self.names[self.rank], ", ".join(self.names[r] for r in ranks)
-        raise Absent(f"{me} waited {self.timeout_s:g} s for {others} to join the group", ranks)
+        raise Absent(f"{me} waited {self.timeout_s:g} s for {others} to {self.purpose}", ranks)
 
     def _is_here(self, rank: int, by: Sequence[Any]) -> bool:
         """Is the card's process there? One that has never been seen alive left an old card."""

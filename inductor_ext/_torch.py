@@ -166,6 +166,18 @@ def _memory_id(node: Any) -> int:
     return int(hashlib.sha256(repr(list(map(str, facts))).encode()).hexdigest()[:15], 16)
 
 
+def bytes_of(buffer: Any) -> int:
+    """Of a buffer of the graph that is being lowered; by the sizes of the trace."""
+    count = V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0)
+    return int(count) * buffer.get_dtype().itemsize
+
+
+def torchs_collectives() -> list[Any]:
+    """torch's own functional collectives that Inductor has a lowering of."""
+    ops = [op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload)]
+    return [op for op in ops if op.namespace == "_c10d_functional"]
+
+
 def loaded_graphs() -> list[Path]:
     """The files of the graphs that are loaded in this process, in the order of their loading."""
     files = [Path(module.__file__ or "") for module in PyCodeCache.modules]

@@ -23,6 +23,8 @@ class Choice:
     why: str = ""
     #: The op that the node called before it was renamed to fcoll's; None if it was not.
     was: Any = None
+    #: What the schedule did to it; empty if it is where it was.
+    plan: str = ""
 
     @property
     def is_complete(self) -> bool:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fcoll.costs.machine import machine_dir
+from fcoll.costs.machine import Machine, machine_dir
+from fcoll.scheduling.planner import cap_bytes
+from fcoll.scheduling.registry import scheduler_key, scheduler_of
 from inductor_ext.errors import UnknownForm, UnknownSetting
 
 #: How a collective on shared memory may be lowered: fused with what follows, one extern call that
@@ -25,6 +27,11 @@ _ONE_SHOT_BYTES = {2: 2 << 20, 4: 256 << 10, 8: 64 << 10, 16: 16 << 10}
 # is neither. Guesses: the kernels have run on no GPU.
 _CUDA_ONE_SHOT_BYTES = {2: 8 << 20, 3: 512 << 10, 5: 256 << 10, 9: 0}
 _CUDA_TWO_SHOT_BYTES = {2: 8 << 20, 9: 0}
+
+
+def _schedule_from_environment() -> str | None:
+    named = os.environ.get("INDUCTOR_EXT_SCHEDULE", "safe")
+    return None if named.lower() == "none" else named
 
 
 def measured_path() -> Path:
@@ -56,19 +63,45 @@ class Config:
     #: read by every peer, and what is reduced in shares. ``fcoll calibrate`` measures CPUs only.
     cuda_one_shot_bytes: dict[int, int] = field(default_factory=_CUDA_ONE_SHOT_BYTES.copy)
     cuda_two_shot_bytes: dict[int, int] = field(default_factory=_CUDA_TWO_SHOT_BYTES.copy)
-    #: All-reduces that are next to each other and not larger than this are sent as one.
+    #: The order of compute and communication: the name of a scheduler of fcoll's ("safe",
+    #: "overlap", one of your own), a function (Steps in, names out), or None for the order that
+    #: the program has. INDUCTOR_EXT_SCHEDULE, "none" for None.
+    schedule: Any = field(default_factory=_schedule_from_environment)
+    #: The memory that a plan may hold: bytes, relative to the program's own order, or None. "safe"
+    #: never holds more than that order, whatever this is.
+    memory_cap: int | str | None = "+5%"
+    #: May "overlap" and "search" run large collectives, and the products around them, in chunks?
+    splits: bool = False
+    #: Whose prices plans are made with: a Machine, its name, a TOML file. None: what ``fcoll
+    #: calibrate`` measured, else a preset. All ranks must have the same.
+    machine: Any = None
+    #: The same for collectives of CPU tensors that process groups carry; None: as ``machine`` if
+    #: that is given, else what ``fcoll calibrate --gloo`` measured, or a preset.
+    network: Any = None
+    #: All-reduces that are next to each other and not larger than this are sent as one by a
+    #: schedule that does not price buckets ("overlap" and "search" do).
     merge_bytes: int = 32 << 10
     #: Work between a start and its wait that is worth a call of its own for each: a matmul, or
     #: a result of this many bytes.
     split_bytes: int = 256 << 10
-    #: Move the start of a collective up and its wait down where that costs no memory.
-    overlap: bool = True
+    #: Compare what the ranks of a group are about to issue when a graph first runs.
+    compare: bool = True
     #: Say on stderr what was done to each collective, and why not more. INDUCTOR_EXT_LOG=1.
     log: bool = field(default_factory=lambda: os.environ.get("INDUCTOR_EXT_LOG", "0") == "1")
 
     def __setattr__(self, name: str, value: Any) -> None:
         _check(name, value)
         super().__setattr__(name, value)
+
+    @property
+    def overlap(self) -> bool:
+        """Is there a schedule? Setting it to False is ``schedule = None``, to True "safe"."""
+        return self.schedule is not None
+
+    @overlap.setter
+    def overlap(self, on: bool) -> None:
+        if on != self.overlap:
+            self.schedule = "safe" if on else None
 
     def one_shot_limit(self, n: int) -> int:
         """The largest part in bytes that n ranks read from each other in place."""
@@ -78,12 +111,17 @@ class Config:
         """The largest parts of n ranks in bytes that are reduced by one-shot and by two-shot."""
         return _limit(self.cuda_one_shot_bytes, n), _limit(self.cuda_two_shot_bytes, n)
 
-    def key(self) -> str:
-        """All of it that decides what is generated, for caches."""
+    def key(self) -> str | None:
+        """All of it that decides what is generated, for caches; None if that cannot be said."""
+        from inductor_ext import prices
         from inductor_ext.lower.cuda import enabled_groups
 
-        settings = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "log"]
-        return repr((settings, enabled_groups()))
+        apart = ("log", "schedule", "machine", "network")
+        settings = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
+        planned = scheduler_key(self.schedule)
+        if planned is None:
+            return None
+        return repr((settings, enabled_groups(), planned, prices.key()))
 
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[None]:
@@ -103,10 +141,16 @@ class Config:
 def _check(name: str, value: Any) -> None:
     """Raise unless there is such a setting, and the value is one of those it may have."""
     known = [f.name for f in fields(Config)]
-    if name not in known:
+    if name not in (*known, "overlap"):
         raise UnknownSetting(name=name, known=", ".join(known))
     if name == "form" and value not in FORMS:
         raise UnknownForm(form=value, known=", ".join(FORMS))
+    if name == "schedule" and value is not None:
+        scheduler_of(value)
+    if name in ("machine", "network") and value is not None:
+        Machine.of(value)
+    if name == "memory_cap":
+        cap_bytes(value, 1)
 
 
 def _limit(sizes: dict[int, int], n: int) -> int:

@@ -36,6 +36,7 @@ class Lowered:
     source: str
     kernel: str = ""  # that reads the parts, where the form is read in place
     code: str = ""  # the file of the graph
+    plan: str = ""  # what the schedule did to it
 
 
 def note(node: torch.fx.Node) -> str:
@@ -52,6 +53,7 @@ def note(node: torch.fx.Node) -> str:
         form=choice.form,
         why=choice.why,
         source=line_of(node),
+        plan=choice.plan,
     )
     return _MARK + json.dumps(asdict(facts))
 
@@ -96,8 +98,8 @@ def _reader(lines: list[str]) -> str:
 
 def table(entries: list[Lowered] | None = None) -> str:
     """The report for people, a line for each collective."""
-    rows = [("collective", "bytes", "group", "form", "read by / why not", "at")]
+    rows = [("collective", "bytes", "group", "form", "read by / why not", "schedule", "at")]
     for e in report() if entries is None else entries:
         size = "?" if e.bytes is None else str(e.bytes)
-        rows.append((e.op, size, e.group, e.form, e.kernel or e.why, e.source))
+        rows.append((e.op, size, e.group, e.form, e.kernel or e.why, e.plan, e.source))
     return "\n".join(units.table(rows, "<" * len(rows[0])))

@@ -20,6 +20,11 @@ class Lowering:
     lanes: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     #: The operation that the next collective must come after.
     last_in_order: str | None = None
+    #: Have the passes seen the graph? Then its order is kept (lower/order.py).
+    ordered: bool = False
+    #: The last start or wait, and how many operations there were when it had its place.
+    last_held: str | None = None
+    held: int = 0
 
 
 def current() -> Lowering:

@@ -81,7 +81,8 @@ def _issued(
     for name, value in arguments(node).items():
         nodes = [x for x in _leaves(value) if isinstance(x, fx.Node)]
         if name != "out":
-            tensors.extend(x.meta["val"] for x in nodes)
+            values = [x.meta.get("val") for x in nodes]  # a group may be a value of the graph
+            tensors.extend(x for x in values if isinstance(x, Tensor))
         if not nodes and name != "group_name":
             others[name] = _tags(value) if name in ("tag", "tag_list") else value
     results = [x for x in _leaves(node.meta.get("val")) if isinstance(x, Tensor)]

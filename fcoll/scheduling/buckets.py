@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.graph.issued import Issued
-from fcoll.graph.nodes import arguments, is_wait, row_of_node
+from fcoll.graph.nodes import arguments, is_start, is_wait, row_of_node
 from fcoll.scheduling.rewrite import Rewrite
+from fcoll.scheduling.runtime import CollectivePrice
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 
@@ -52,28 +53,40 @@ class Bucket:
 # -- which ---
 
 
-def saturating_bytes(call: Issued, machine: Machine) -> float:
+def saturating_bytes(call: Issued, machine: Machine, us_of: CollectivePrice | None = None) -> float:
     """Latency times bandwidth of a collective's group: at this size half of its time is latency."""
-    latency, large = collective_us(call.op, call.n, 1, machine, call.ranks), 1 << 28
-    slope = (collective_us(call.op, call.n, large, machine, call.ranks) - latency) / large
+
+    def price(nbytes: int) -> Any:
+        us = us_of(call, nbytes) if us_of is not None else None
+        return us if us is not None else collective_us(call.op, call.n, nbytes, machine, call.ranks)
+
+    latency, large = price(1), 1 << 28
+    slope = (price(large) - latency) / large
     return float(latency / slope) if slope > 0 else math.inf
 
 
 def proposals(
-    order: Sequence[Node], collectives: Sequence[Issued], machine: Machine
+    order: Sequence[Node],
+    collectives: Sequence[Issued],
+    machine: Machine,
+    us_of: CollectivePrice | None = None,
 ) -> Iterator[list[Bucket]]:
     """Sets of buckets for an order of nodes, each for another size."""
     calls = {c.start: c for c in collectives}
+
+    def full_bytes(start: str) -> float:
+        return saturating_bytes(calls[start], machine, us_of)
+
     seen: list[list[Bucket]] = []
     for times in SATURATED:
-        found = list(_buckets(order, calls, machine, times))
+        found = list(_buckets(order, full_bytes, times))
         if found and found not in seen:
             seen.append(found)
             yield found
 
 
 def _buckets(
-    order: Sequence[Node], calls: dict[str, Issued], machine: Machine, times: float
+    order: Sequence[Node], full_bytes: Callable[[str], float], times: float
 ) -> Iterator[Bucket]:
     """Runs of collectives that are alike, up to the size; the first must not be waited for before
     the last is issued."""
@@ -83,10 +96,10 @@ def _buckets(
     open_: dict[Any, list[Node]] = {}
     for node in order:
         key = _key(node, waits)
-        if key is None or node.name not in calls:
+        if key is None:
             continue
         if key not in sizes:
-            sizes[key] = times * saturating_bytes(calls[node.name], machine)
+            sizes[key] = times * full_bytes(node.name)
         run = open_.setdefault(key, [])
         total = sum(map(_sent, run)) + _sent(node)
         used = min((place[waits[member]] for member in run), default=math.inf)
@@ -96,6 +109,27 @@ def _buckets(
         run.append(node)
     for run in open_.values():
         yield from _closed(run, waits)
+
+
+def small_runs(order: Sequence[Node], limit_bytes: int) -> Iterator[Bucket]:
+    """Runs of all-reduces that are alike and small, with no other collective among them: sent as
+    one they keep the order of collectives. None is waited for before the last is issued."""
+    waits = {node.args[0]: node for node in order if is_wait(node)}
+    run: list[Node] = []
+    for node in order:
+        small = row_of_node(node) is ALL_REDUCE and _is_small(node, waits, limit_bytes)
+        alike = small and bool(run) and _key(node, waits) == _key(run[0], waits)
+        waited = is_wait(node) and node.args[0] in run
+        if run and (waited or (is_start(node) and not alike)):
+            yield from _closed(run, waits)
+            run = []
+        if small:
+            run.append(node)
+    yield from _closed(run, waits)
+
+
+def _is_small(node: Node, waits: dict[Any, Node], limit_bytes: int) -> bool:
+    return _key(node, waits) is not None and _sent(node) <= limit_bytes
 
 
 def _closed(run: list[Node], waits: dict[Any, Node]) -> Iterator[Bucket]:

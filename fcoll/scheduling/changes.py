@@ -22,6 +22,7 @@ from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.problem import START, Problem
 from fcoll.scheduling.registry import Job
 from fcoll.scheduling.rewrite import fake_mode_of
+from fcoll.scheduling.runtime import CollectivePrice
 from fcoll.scheduling.splits import Infeasible, Split, proposed, split_graph
 
 _NEVER = float("inf")
@@ -60,9 +61,14 @@ Reader = Callable[[Change], Priced]
 
 
 def changes(
-    base: Priced, machine: Machine, read: Reader, buckets: bool, splits: bool
+    base: Priced,
+    machine: Machine,
+    read: Reader,
+    buckets: bool,
+    splits: bool,
+    us_of: CollectivePrice | None = None,
 ) -> Iterator[Change]:
-    """What is worth planning."""
+    """What is worth planning; ``us_of`` prices collectives before the machine does."""
     if fake_mode_of(base.change.graph_module.graph.nodes) is None:
         return
     found = [base]
@@ -72,7 +78,7 @@ def changes(
         found += split[:1]
     if buckets:
         for priced in found:
-            yield from _bucketed(priced, machine)
+            yield from _bucketed(priced, machine, us_of)
 
 
 # -- splits ---
@@ -192,14 +198,14 @@ def _exposed_us(problem: Problem, outcome: Outcome) -> dict[str, float]:
 # -- buckets ---
 
 
-def _bucketed(priced: Priced, machine: Machine) -> Iterator[Change]:
+def _bucketed(priced: Priced, machine: Machine, us_of: CollectivePrice | None) -> Iterator[Change]:
     """Buckets for orders in which much is under way at once: waits late, and starts early too."""
     problem, given = priced.job.problem, priced.change
     early = classic.by_communication(problem, raise_comms=True)
     for order in (range(problem.n), early):
         names = priced.job.names(classic.waits_late(problem, order, _NEVER))
         nodes = node_order(given.graph_module, names)
-        for found in proposals(nodes, priced.collectives, machine):
+        for found in proposals(nodes, priced.collectives, machine, us_of):
             costs = given.costs
             if costs is not None:
                 costs = bucket_costs(costs, found, priced.collectives, machine)

@@ -14,8 +14,10 @@ from torch.fx import GraphModule
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, BadPlanFile, NoGraph
+from fcoll.graph.agreement import calls_by_group, compare
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
+from fcoll.groups import GroupLike, by_name, resolve
 from fcoll.scheduling import apply, verify
 from fcoll.scheduling.buckets import Bucket, made_again
 from fcoll.scheduling.explain import explain
@@ -85,6 +87,17 @@ class Plan:
     def verify(self) -> None:
         """Raise BadPlan unless the plan is right."""
         verify_plan(self)
+
+    def compare(self, group: GroupLike = None) -> None:
+        """Raise PlanMismatch, on all ranks, unless the ranks of a group have planned to issue the
+        same collectives on it; without one, those of every group of the plan. All of them call
+        it: who does not come is a CollectiveTimeout, or a PeerDied."""
+        place = {name: i for i, name in enumerate(self.order)}
+        issued = sorted(self.collectives, key=lambda call: place[call.start])
+        by_group = calls_by_group(issued)
+        given = [resolve(group)] if group is not None else map(by_name, by_group)
+        for g in sorted(given, key=lambda g: (g.ranks, g.name)):
+            compare(g, by_group.get(g.name, []))
 
     def apply(self) -> GraphModule:
         """A new graph module in this order, buckets and splits made; it gives the same values."""

@@ -14,11 +14,14 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fcoll.costs.machine import Machine
+from fcoll.costs.model import number
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
+from fcoll.scheduling.buckets import Bucket, merged, small_runs
 from fcoll.scheduling.changes import Change, Priced, changes
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.node_order import node_order
@@ -26,6 +29,8 @@ from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
 from fcoll.scheduling.problem import problem_of
 from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
+from fcoll.scheduling.rewrite import fake_mode_of
+from fcoll.scheduling.runtime import Runtime
 from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
 
@@ -43,6 +48,7 @@ def schedule(
     sizes: Mapping[str, int] | None = None,
     buckets: bool | None = None,
     splits: bool | None = None,
+    runtime: Runtime | None = None,
 ) -> Plan:
     """Order a program's compute and communication so that it takes the least time.
 
@@ -57,6 +63,7 @@ def schedule(
     ones, and the products around them, be run in chunks? By default yes, but with {node name: us},
     which says nothing of the nodes that come of it. With True these get prices that follow from
     the given ones (changes.py), so that ``plan.order`` has nodes that the graph had not.
+    ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
     get the same plan, so prices must not be measured on each rank by itself.
@@ -74,7 +81,8 @@ def schedule(
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     with without_collector():
-        return _schedule(trace, machine, costs, memory_cap, entry, sizes, buckets, splits)
+        reading = _Reading(machine, costs, sizes, runtime or Runtime())
+        return _schedule(trace, reading, memory_cap, entry, buckets, splits)
 
 
 @contextmanager
@@ -90,53 +98,111 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """How programs are read and priced: the one that came in, and those it is changed to."""
+
+    machine: Machine
+    costs: Costs | None
+    sizes: Mapping[str, int] | None
+    runtime: Runtime
+
+    def program(self, trace: Any) -> _Program:
+        priced = self.costs if isinstance(self.costs, Mapping) else ()
+        found = _read(trace, self.sizes, self.costs is None, priced)
+        if found.graph_module is None or self.runtime.amend is None:
+            return found
+        steps = self.runtime.amend(found.graph_module, found.steps, found.collectives)
+        return replace(found, steps=steps)
+
+    def job(self, program: _Program) -> Job:
+        model = pricing(program.collectives, self.machine, self.costs, program.sizes)
+        calls: dict[Any, Issued] = {c.id: c for c in program.collectives}
+        us_of = self.runtime.us_of
+
+        def price(step: Step) -> float:
+            call = calls.get(step.collective) if us_of and step.kind != "wait" else None
+            known = us_of(call, number(call.bytes, program.sizes)) if us_of and call else None
+            return model(step) if known is None else known
+
+        us = {step.name: price(step) for step in program.steps}
+        contention = Contention.of(self.machine, program.collectives)
+        held = program.held_bytes
+        problem = problem_of(program.steps, lambda step: us[step.name], held, contention)
+        return Job.of(problem, us, _NEVER, program.graph_module)
+
+
 def _schedule(
     trace: Any,
-    machine: Machine,
-    costs: Costs | None,
+    reading: _Reading,
     memory_cap: int | str | None,
     entry: Entry,
-    sizes: Mapping[str, int] | None,
     buckets: bool,
     splits: bool,
 ) -> Plan:
-    by_name = costs if isinstance(costs, Mapping) else None
-    program = _read(trace, sizes, costs is None, by_name or {})
-    job = _job(program, machine, costs)
-    cap = _cap_bytes(memory_cap, job.original.peak_bytes) if entry.keeps_cap else None
+    by_name = reading.costs if isinstance(reading.costs, Mapping) else None
+    given = program = reading.program(trace)
+    job = original = reading.job(program)
+    small: list[Bucket] = []
+    if reading.runtime.merge_bytes and not entry.buckets:
+        program, small = _with_small_buckets(program, job, reading)
+        job = reading.job(program) if small else job
+    cap = cap_bytes(memory_cap, job.original.peak_bytes) if entry.keeps_cap else None
     job.cap_bytes = _NEVER if cap is None else cap
-    plan = _plan(job, entry, cap, program, machine)
+    plan = _plan(job, entry, cap, program, reading.machine)
+    if small:
+        change = Change(given.graph_module, (), tuple(small), None)  # type: ignore[arg-type]
+        plan = _of_change(plan, change, original.original, given.graph_module)
     verify_plan(plan)
     if program.graph_module is None or job.problem.n > CHANGES_UP_TO or not (buckets or splits):
         return plan
     base = Priced(Change(program.graph_module, (), (), by_name), job, program.collectives)
-    again = _Again(plan, program, machine, costs)
-    for change in changes(base, machine, again.read, buckets, splits):
+    again = _Again(plan, program, reading)
+    us_of = reading.runtime.us_of
+    for change in changes(base, reading.machine, again.read, buckets, splits, us_of):
         again.plan(change, entry)
     return again.best
 
 
-def _job(program: _Program, machine: Machine, costs: Costs | None) -> Job:
-    price = pricing(program.collectives, machine, costs, program.sizes)
-    us = {step.name: price(step) for step in program.steps}
-    contention = Contention.of(machine, program.collectives)
-    problem = problem_of(program.steps, lambda step: us[step.name], program.held_bytes, contention)
-    return Job.of(problem, us, _NEVER, program.graph_module)
+def _with_small_buckets(
+    program: _Program, job: Job, reading: _Reading
+) -> tuple[_Program, list[Bucket]]:
+    """The program with runs of small all-reduces as one, whatever that costs."""
+    module = program.graph_module
+    if module is None or fake_mode_of(module.graph.nodes) is None:
+        return program, []
+    late = classic.waits_late(job.problem, range(job.problem.n), _NEVER)
+    nodes = node_order(module, job.names(late))
+    found = list(small_runs(nodes, reading.runtime.merge_bytes))
+    if not found:
+        return program, []
+    return replace(reading, sizes=program.sizes).program(merged(module, nodes, found)), found
+
+
+def _of_change(plan: Plan, change: Change, before: Outcome, source: GraphModule | None) -> Plan:
+    """The plan of a changed graph as one of the graph that it was made of."""
+    return replace(
+        plan,
+        buckets=change.buckets,
+        splits=change.splits,
+        original_us=before.us,
+        original_peak_bytes=before.peak_bytes,
+        source=source,
+    )
 
 
 class _Again:
     """Plans changed graphs under the cap and by the prices of a plan; ``best`` is the fastest."""
 
-    def __init__(
-        self, plan: Plan, program: _Program, machine: Machine, costs: Costs | None
-    ) -> None:
-        self.best, self.program, self.machine, self.costs = plan, program, machine, costs
+    def __init__(self, plan: Plan, program: _Program, reading: _Reading) -> None:
+        self.best, self.program, self.reading = plan, program, reading
         self.known: dict[int, tuple[Change, _Program, Job]] = {}
 
     def read(self, change: Change) -> Priced:
-        costs = self.costs if change.costs is None else change.costs
-        program = _read(change.graph_module, self.program.sizes, costs is None, change.costs or ())
-        job = _job(program, self.machine, costs)
+        costs = self.reading.costs if change.costs is None else change.costs
+        reading = replace(self.reading, costs=costs, sizes=self.program.sizes)
+        program = reading.program(change.graph_module)
+        job = reading.job(program)
         self.known[id(change)] = change, program, job
         return Priced(change, job, program.collectives)
 
@@ -147,7 +213,7 @@ class _Again:
         before = self.best
         job.cap_bytes = _NEVER if before.cap_bytes is None else before.cap_bytes
         try:
-            made = _plan(job, entry, before.cap_bytes, program, self.machine)
+            made = _plan(job, entry, before.cap_bytes, program, self.reading.machine)
         except MemoryCapTooSmall:
             return
         if made.makespan_us < before.makespan_us:
@@ -192,7 +258,7 @@ def _read(
     return _Program(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
 
 
-def _cap_bytes(cap: int | str | None, peak: int) -> int | None:
+def cap_bytes(cap: int | str | None, peak: int) -> int | None:
     """A cap in bytes: as it is, or relative to a peak."""
     if cap is None or (isinstance(cap, int) and cap > 0):
         return cap

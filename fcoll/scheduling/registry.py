@@ -10,9 +10,12 @@ True
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fcoll.errors import UnknownScheduler
@@ -117,3 +120,27 @@ def scheduler_of(given: str | Scheduler) -> Entry:
     if given not in SCHEDULERS:
         raise UnknownScheduler(scheduler=given, known=", ".join(SCHEDULERS))
     return SCHEDULERS[given]
+
+
+def scheduler_key(given: str | Scheduler | None) -> str | None:
+    """The same for schedulers that give the same orders: of a function its code and that of its
+    module, or what its ``uuid()`` says. None of a function that depends on more than its code:
+    one with a closure or defaults, a method, an object."""
+    if given is None:
+        return "none"
+    entry = scheduler_of(given)
+    uuid = getattr(entry.run, "uuid", None)
+    if uuid is not None:
+        return str(uuid())
+    fn = inspect.unwrap(entry.run)
+    plain = inspect.isfunction(fn) and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+    try:
+        file = inspect.getsourcefile(fn) if plain else None
+        source = Path(file).read_bytes() if file else b""
+    except (OSError, TypeError):
+        source = b""
+    if not source:
+        return None
+    own = (fn.__module__, fn.__qualname__, fn.__code__.co_firstlineno, fn.__code__.co_names)
+    code = hashlib.sha256(source + fn.__code__.co_code).hexdigest()
+    return repr((entry.name, entry.keeps_cap, entry.buckets, own, code))

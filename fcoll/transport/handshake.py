@@ -26,8 +26,9 @@ TEXT_BYTES = 1024  # of a text, where a process group gathers them
 
 
 @contextmanager
-def meeting(g: Group) -> Iterator[Exchange]:
-    """What the ranks say to one another, round by round, while they set up the group.
+def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Iterator[Exchange]:
+    """What the ranks say to one another, round by round, while they set up the group. ``about``
+    tells another meeting of theirs from that one, ``purpose`` is for messages.
 
     Ranks that do not come are a CollectiveTimeout or PeerDied here, and on those that come late.
     """
@@ -35,7 +36,7 @@ def meeting(g: Group) -> Iterator[Exchange]:
     if store is None:
         yield lambda text: _gathered(text, g)
         return
-    lobby = _lobby(g, store)
+    lobby = _lobby(g, store, about, purpose)
     try:
         yield lobby.exchange
     except NotMet as why:
@@ -48,16 +49,17 @@ def meeting(g: Group) -> Iterator[Exchange]:
     processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
 
-def _lobby(g: Group, store: dist.Store) -> Lobby:
+def _lobby(g: Group, store: dist.Store, about: str, purpose: str) -> Lobby:
     plain, known = g.ranks == tuple(range(g.n)), processes_of(dist.group.WORLD)
     return Lobby(
         store,
         g.rank,
         g.n,
         _torch.group_timeout_s(g.pg),
-        prefix=prefix_of(g),
+        prefix=prefix_of(g) + about,
         names=[f"rank {r}" if plain else f"rank {r} ({x} of all)" for r, x in enumerate(g.ranks)],
         processes={r: known[x] for r, x in enumerate(g.ranks) if x in known},
+        purpose=purpose,
     )
 
 

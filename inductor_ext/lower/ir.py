@@ -16,6 +16,7 @@ import sympy
 import torch
 
 from fcoll.transport.native.build import has_fast_path
+from inductor_ext import comparison
 from inductor_ext._torch import V, ir, is_generated, is_view, reads_of
 from inductor_ext.lowered import note
 from inductor_ext.state import in_order, lanes
@@ -70,6 +71,22 @@ class ClaimKernel(ArenaKernel):
         layout = self.outputs[0].layout
         shapes = [wrapper.codegen_shape_tuple(shape) for shape in (layout.size, layout.stride)]
         return [repr(group_name), str(lane), *shapes, str(layout.dtype)]
+
+
+class CompareKernel(ir.FallbackKernel):
+    """The comparison of what the graph issues, when it first runs. Afterwards it costs a look at
+    an empty list."""
+
+    def has_side_effects(self) -> bool:
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        if V.graph.cpp_wrapper:
+            return super().codegen(wrapper)
+        (card,) = self.constant_args
+        wrapper.add_import_once("from inductor_ext.comparison import first_run")
+        wrapper.add_import_once(f"fcoll_due = first_run({card!r})")
+        wrapper.writeline("for fcoll_compare in fcoll_due: fcoll_compare()")
 
 
 def _is_free(graph: Any, claimed: ClaimKernel) -> bool:
@@ -162,6 +179,12 @@ def _is_contiguous(layout: Any) -> bool:
         stride = layout.stride
         return list(stride) == list(ir.FlexibleLayout.contiguous_strides(layout.size))
     return layout.is_contiguous() and layout.offset == 0
+
+
+def compared_first() -> str:
+    """Have the graph at hand compared when it first runs; the buffer that comes after that."""
+    CompareKernel.create(comparison.OP, comparison.card_of(V.graph.module))
+    return last_kernel(CompareKernel).get_name()
 
 
 def extern(op: Any, *args: Any) -> Any:

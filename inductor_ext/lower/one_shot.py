@@ -17,11 +17,10 @@ import torch
 
 from fcoll.groups import Group
 from fcoll.table.row import Collective
-from inductor_ext._torch import V, ir, lowering, ops
+from inductor_ext._torch import ir, lowering, ops
 from inductor_ext.config import Config
 from inductor_ext.lower.ir import ArenaKernel, extern, parts_of, realize_as_comm_buffer
 from inductor_ext.state import current
-from inductor_ext.stock.inductor import last_kernel
 
 _native = torch.ops.fcoll_native
 
@@ -148,26 +147,21 @@ class Announced:
     own: ir.TensorBox
     claim: Any
     token: ir.TensorBox
-    at: int  # how many operations there were
 
 
 def announce(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
     """The first half, which the wait finds by the token that this gives."""
     own, claim = realize_as_comm_buffer(x, call.group_name)
     token = ir.TensorBox.create(extern(_native.announce.default, *call.arguments(own)))
-    made = Announced(call, own, claim, token, at=len(V.graph.operations))
+    made = Announced(call, own, claim, token)
     current().announced[token.get_name()] = made
     return token
 
 
 def collect(a: Announced) -> ir.TensorBox:
     """The second half."""
-    between = [op.get_name() for op in V.graph.operations[a.at :]]
     where = a.token, a.own, a.call.row.name, a.call.group_name
     out = ArenaKernel.create(_native.collect.default, *where)
-    # Inductor's order for the least memory would put it right after the first half.
-    made = last_kernel(ArenaKernel)
-    V.graph.additional_buffer_deps[made.get_operation_name()].update(between)
     return combined(a.call.row, parts_of(out, a.claim), a.call.reduce_op, a.call.dim)
 
 

@@ -7,6 +7,7 @@ them into one of ``torch.ops.fcoll``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,9 +15,18 @@ from fcoll import symm_mem
 from fcoll.eager.ops import op_of
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
-from inductor_ext._torch import V, comm_buffers_on_cpu, ir, lowering, tree_map, wait_tensor
+from inductor_ext._torch import (
+    V,
+    comm_buffers_on_cpu,
+    ir,
+    lowering,
+    torchs_collectives,
+    tree_map,
+    wait_tensor,
+)
 from inductor_ext.errors import NoSuchArgument, UnknownRow
 from inductor_ext.lower.ir import realize_as_symmetric_memory
+from inductor_ext.lower.order import held
 from inductor_ext.stock.teach import teach
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,12 +80,18 @@ def register() -> None:
         _put(op, _dispatch(row.name))
     for op, lower in TORCHS.items():
         _put(op, lower)
+    for op in torchs_collectives():  # of those nothing is changed but that they stay in order
+        _put(op, functools.partial(_stock, op))
 
 
 def _put(op: Any, lower: Lower) -> None:
     if op not in _before:
         _before[op] = lowering.lowerings.get(op)
-        lowering.register_lowering(op, type_promotion_kind=None)(lower)
+        lowering.register_lowering(op, type_promotion_kind=None)(held(lower))
+
+
+def _stock(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return stock(op)(*args, **kwargs)
 
 
 def _dispatch(row: str) -> Lower:

@@ -38,6 +38,21 @@ def choose(graph: Graph) -> list[str]:
     return said
 
 
+def carrier_of(node: Node) -> str:
+    """How a collective travels: "in place", "kernel" (of shared memory, complete when it returns),
+    "process group", or "device" for what is not on CPUs."""
+    row, val = row_of_node(node), node.meta.get("val")
+    assert row is not None
+    if isinstance(val, torch.Tensor) and val.device.type != "cpu":
+        return "device"
+    if why_torchs(node) or "group_name" not in arguments(node):
+        return "process group"
+    status = shared_memory.known_status(by_name(arguments(node)["group_name"]))
+    if status is None or not status.shared:
+        return "process group"
+    return "kernel" if row.mutates or _why_kernel(node, row) else "in place"
+
+
 def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     """The form of a collective, and why it is not a better one."""
     if why := why_torchs(node):
@@ -45,18 +60,12 @@ def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     args = arguments(node)
     if row.mutates or "group_name" not in args:
         return "kernel", "it writes to its argument" if row.mutates else ""
-    group = by_name(args["group_name"])
-    status = shared_memory.known_status(group)
+    status = shared_memory.known_status(by_name(args["group_name"]))
     if status is None:  # not to be found out here: other ranks may have this graph in their caches
         return "kernel", "whether its group has shared memory is not known yet"
     if not status.shared:
         return "stock", str(status)
-    if config.form == "kernel":
-        return "kernel", 'inductor_ext.config.form = "kernel"'
-    why = one_shot.why_not(row, args, group, config)
-    if not why and not all(is_wait(user) for user in node.users):
-        why = "it is used before its wait"
-    if why:
+    if why := _why_kernel(node, row):
         return "kernel", why
     between = _work_between(node)
     if between:
@@ -64,6 +73,17 @@ def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     if config.form == "opaque" and "reduce_op" in args:
         return "opaque", 'inductor_ext.config.form = "opaque"'
     return "fused", ""
+
+
+def _why_kernel(node: Node, row: Collective) -> str:
+    """Why a collective on shared memory is not read in place; empty if it is."""
+    if config.form == "kernel":
+        return 'inductor_ext.config.form = "kernel"'
+    args = arguments(node)
+    why = one_shot.why_not(row, args, by_name(args["group_name"]), config)
+    if not why and not all(is_wait(user) for user in node.users):
+        why = "it is used before its wait"
+    return why
 
 
 def _work_between(start: Node) -> str:

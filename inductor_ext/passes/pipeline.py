@@ -25,7 +25,6 @@ from inductor_ext._torch import CustomGraphPass, is_group_name, symmetric_groups
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.passes.choose import choose
-from inductor_ext.passes.merge import merge
 from inductor_ext.passes.normalize import normalize
 from inductor_ext.passes.schedule import schedule
 from inductor_ext.passes.simplify import simplify
@@ -33,7 +32,7 @@ from inductor_ext.passes.simplify import simplify
 log = logging.getLogger("inductor_ext")
 
 Pass = Callable[[Graph], list[str]]
-PASSES: tuple[Pass, ...] = (normalize, simplify, merge, schedule, choose)
+PASSES: tuple[Pass, ...] = (normalize, simplify, schedule, choose)
 
 #: The packages whose sources decide what is generated.
 PACKAGES = (Path(fcoll.__file__).parent, Path(__file__).parent.parent)
@@ -63,14 +62,18 @@ class Passes(CustomGraphPass):
             for line in run(p, graph):
                 log.info("%s: %s", p.__name__, line)
 
-    def uuid(self) -> str:
-        """The same for graphs that are lowered the same."""
+    def uuid(self) -> str | None:
+        """The same for graphs that are lowered the same; None, and nothing is cached, if the
+        scheduler is a function that depends on more than its code."""
+        settings = config.key()
+        if settings is None:
+            return None
         native = symm_mem.load(), build.has_fast_path()
         # Destroyed groups stay known until they are garbage collected, whenever that is.
         groups = [g for g in shared_memory.known_groups() if is_group_name(g[0])]
         # Ranks share a cache, but not always their shapes: of `sizes=` each has its own result.
         rank = dist.get_rank() if dist.is_initialized() else 0
-        facts = own_source_hash(), config.key(), native, groups, symmetric_groups(), rank
+        facts = own_source_hash(), settings, native, groups, symmetric_groups(), rank
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -1,47 +1,149 @@
-"""``schedule``: collectives start early and are waited for late, so that work overlaps them."""
+"""``schedule``: order compute and communication by a plan of ``fcoll.schedule``.
+
+This file says what fcoll.schedule cannot know of a graph that Inductor compiles: what lies in the
+arena takes no memory of the graph's, what blocks, and what a collective takes on its carrier.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from torch.fx import Graph, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
-from fcoll.graph.nodes import collectives, is_wait, row_of_node
+from fcoll.costs.machine import Machine
+from fcoll.errors import MissingSize
+from fcoll.graph.issued import Issued
+from fcoll.graph.nodes import waits_of
+from fcoll.graph.steps import Step
+from fcoll.scheduling.apply import apply_in_place
+from fcoll.scheduling.plan import Plan
+from fcoll.scheduling.planner import schedule as plan_of
+from fcoll.scheduling.runtime import Runtime
+from inductor_ext._torch import is_view
+from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.config import config
+from inductor_ext.passes.choose import carrier_of
+from inductor_ext.prices import machine_for, network, us_over
 
 
 def schedule(graph: Graph) -> list[str]:
-    """Move a start right after what it sends, but after all starts before it, and a wait right
-    before its first use. What a collective sends is freed no later for that if it is read in
-    place, since its memory is the arena's: others stay where they are."""
-    if not config.overlap:
+    """Give a graph the order, and the buckets, of ``config.schedule``."""
+    if config.schedule is None:
         return []
-    return [*_starts_early(graph), *_waits_late(graph)]
+    module = graph.owning_module or GraphModule(torch.nn.Module(), graph)
+    carriers = _Carriers(machine_for(_devices(graph)))
+    runtime = Runtime(carriers.us_of, carriers.amend, config.merge_bytes)
+    try:
+        plan = plan_of(
+            module,
+            carriers.machine,
+            scheduler=config.schedule,
+            memory_cap=config.memory_cap,
+            splits=config.splits,
+            runtime=runtime,
+        )
+    except MissingSize as missing:
+        return [f"left as it is: {missing}"]
+    assert plan.graph_module is not None
+    done = dict(_changes(graph, plan))
+    apply_in_place(graph, plan.graph_module.graph, plan.order)
+    for node in graph.nodes:
+        if node.name in done:
+            set_choice(node, replace(choice_of(node) or Choice(), plan=done[node.name]))
+    return [f"{name}: {what}" for name, what in done.items()]
 
 
-def _starts_early(graph: Graph) -> Iterator[str]:
-    last: Node | None = None  # the ranks of a group start collectives in one order
-    for node, row in collectives(graph):
-        after = [*node.all_input_nodes, *([last] if last is not None else [])]
-        last = node
-        if row.native.arena is None or not after:
-            continue
-        latest = max(after)
-        if latest.op == "call_function" and latest.next is not node:
-            yield f"{node.name}: right after {latest.name}"
-            latest.append(node)
+class _Carriers:
+    """How the collectives of a graph travel, by the names of their starts."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.network = machine, network()
+        self.carrier: dict[str, str] = {}
+
+    def amend(
+        self, module: GraphModule, steps: tuple[Step, ...], calls: tuple[Issued, ...]
+    ) -> tuple[Step, ...]:
+        """The steps as they are in compiled code.
+
+        What is read in place lies in the arena: its part, which its producer writes there, and the
+        result, which its reader computes. A kernel on shared memory has done all when it returns.
+        """
+        nodes = {node.name: node for node in module.graph.nodes}
+        changes: dict[str, dict[str, Any]] = {}
+        for call in calls:
+            node = nodes[call.start]
+            carrier = self.carrier[call.start] = carrier_of(node)
+            if carrier == "in place":
+                changes[call.start] = {"out_bytes": 0}
+                if producer := _only_for(node):
+                    changes[producer] = {"out_bytes": 0}
+            elif carrier == "kernel" and not call.row.is_p2p:
+                changes[call.start] = {"kind": "compute", "stream": "compute"}
+        return tuple(replace(s, **changes[s.name]) if s.name in changes else s for s in steps)
+
+    def us_of(self, call: Issued, nbytes: float) -> float | None:
+        """Of what is read in place only the meeting can be hidden: its bytes are the reader's."""
+        carrier = self.carrier[call.start]
+        if carrier == "process group":
+            return us_over(self.network, call, nbytes)
+        if carrier == "in place" and nbytes <= config.one_shot_limit(call.n):
+            return us_over(self.machine, call, 1)
+        return None
 
 
-def _waits_late(graph: Graph) -> Iterator[str]:
-    for node in list(graph.nodes):
-        if is_wait(node) and node.users and _may_be_read_in_place(node.args[0]):
-            first = min(node.users)
-            if node.next is not first:
-                yield f"{node.name}: right before {first.name}"
-                first.prepend(node)
+def _devices(graph: Graph) -> set[torch.device]:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return {x.device for x in values if isinstance(x, torch.Tensor)}
 
 
-def _may_be_read_in_place(node: Any) -> bool:
-    row = row_of_node(node)
-    return row is not None and row.native.arena is not None
+def _only_for(start: Node) -> str | None:
+    """The node that computes what a collective sends, if nothing else uses it."""
+    node = start.all_input_nodes[0]
+    while len(node.users) == 1 and node.op == "call_function":
+        if not is_view(node.target):
+            return node.name
+        node = node.all_input_nodes[0]
+    return None
+
+
+# -- what is said of it ---
+
+
+def _changes(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(start, what the plan does to it)."""
+    for bucket in plan.buckets:
+        yield bucket.name, f"{', '.join(bucket.members)} as one {bucket.op}"
+    for split in plan.splits:
+        for name in split.collectives:
+            for chunk in range(split.chunks):
+                yield f"{name}_c{chunk}", f"1 of {split.chunks} chunks of {name}"
+    work = (step for step in plan.steps if step.kind == "compute")
+    kernels = {step.name for step in work if step.fused_with in (None, step.name)}
+    before = _kernels_before([node.name for node in graph.nodes], kernels)
+    after = _kernels_before(plan.order, kernels)
+    for node in graph.nodes:
+        if node.name in after and (waits := waits_of(node)):
+            start = after[node.name] - before[node.name]
+            late = after.get(waits[0].name, 0) - before[waits[0].name]
+            moved = [*_moved("starts", start), *_moved("is waited for", late)]
+            if moved:
+                yield node.name, ", ".join(moved)
+
+
+def _moved(what: str, by: int) -> Iterator[str]:
+    if by:
+        kernels = "1 kernel" if abs(by) == 1 else f"{abs(by)} kernels"
+        yield f"{what} {kernels} {'later' if by > 0 else 'earlier'}"
+
+
+def _kernels_before(order: Iterable[str], kernels: set[str]) -> dict[str, int]:
+    """By the name of each node: how many kernels come before it."""
+    found: dict[str, int] = {}
+    count = 0
+    for name in order:
+        found[name] = count
+        count += name in kernels
+    return found

@@ -322,8 +322,8 @@ def test_schedule_starts_early_and_waits_late(shared):
     assert after[start - 1] == "mm"  # what it sends
     assert after[wait + 1] == "add"  # what uses it
     assert {"mm_1", "mm_2"} <= set(after[start:wait])
-    assert len(said) == 2
-    with config.patch(overlap=False):
+    assert said == ["all_reduce: starts 1 kernel earlier, is waited for 1 kernel later"]
+    with config.patch(schedule=None):
         gm = graph_of(started_late, square(), square())
         assert schedule(gm.graph) == []
         assert [node.name for node in gm.graph.nodes] == before
@@ -355,7 +355,7 @@ def test_choose_takes_the_best_form(shared):
     with config.patch(form="kernel"):
         assert [form for form, _ in forms_of(f, square())] == ["kernel"]
     assert forms_of(started_late, square(), square())[0][0] == "split"
-    with config.patch(overlap=False):
+    with config.patch(schedule=None):
         assert forms_of(started_late, square(), square())[0][0] == "fused"
 
 
@@ -582,7 +582,7 @@ def test_the_key_of_caches_has_the_config_in_it():
     assert made.uuid() == first
     with config.patch(log=not config.log):
         assert made.uuid() == first
-    for change in ({"form": "opaque"}, {"overlap": False}, {"merge_bytes": 1}):
+    for change in ({"form": "opaque"}, {"schedule": None}, {"merge_bytes": 1}):
         with config.patch(**change):
             assert made.uuid() != first
     with config.patch(one_shot_bytes={2: 1}):

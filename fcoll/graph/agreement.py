@@ -1,0 +1,148 @@
+"""Are the ranks of a group about to issue the same collectives? They ask one another, in the store.
+
+What a plan or a compiled graph issues on a group is a list of calls; all ranks of the group must
+have the same list, or they wait for each other for ever. ``compare`` exchanges a digest of it, and
+where that differs the lists, so that the error names the first call that does.
+
+The ranks come to it at the same point of their programs, and wait for one another no longer than
+the group's timeout. A list on which they have agreed is not compared again: a rank that compiles
+its graph once more, for reasons of its own, need not find the others there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fcoll import _torch
+from fcoll.errors import PlanMismatch
+from fcoll.graph.issued import Issued, describe
+from fcoll.groups import Group
+from fcoll.transport.handshake import meeting
+
+#: A call as JSON: what must be the same on all ranks, and the call for people.
+Call = tuple[Any, str]
+UNKNOWN = "?"  # a size that only a run knows: it goes with any other
+
+
+def calls_by_group(
+    calls: Iterable[Issued], how: Mapping[str, str] | None = None
+) -> dict[str, list[Call]]:
+    """By the names of groups: what each of their ranks must issue, in order. Messages between two
+    ranks are no such calls. ``how``, by the name of a start, is something more that must agree."""
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        if not call.row.is_p2p:
+            entry = (_signature(call, (how or {}).get(call.start, "")), describe(call))
+            found.setdefault(call.group, []).append(entry)
+    return found
+
+
+def _signature(call: Issued, how: str) -> Any:
+    row = call.row
+    args = {k: _plain(v) for k, v in call.args.items() if k not in row.own_args}
+    own_dim = row.own_dim(call.args) if row.own_dim else None
+    shapes = [_plain(shape) for shape in call.shapes]
+    for shape in shapes if own_dim is not None else ():
+        shape[own_dim] = UNKNOWN
+    return [row.message, list(call.dtypes), shapes, sorted(args.items()), how]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else UNKNOWN
+
+
+@dataclass
+class _Compared:
+    """What a group has compared so far: how often, and the digests on which its ranks agreed."""
+
+    times: int = 0
+    agreed: set[str] = field(default_factory=set)
+
+
+_compared: WeakKeyDictionary[Any, _Compared] = WeakKeyDictionary()
+
+
+def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
+    """Raise PlanMismatch on all ranks of the group unless all have the same calls. ``settings`` is
+    what the calls were planned with: the error says if that differs.
+
+    A rank that does not come is a CollectiveTimeout, one that died a PeerDied, on every rank that
+    comes. A fake group, one of one rank and one without a store have nothing to compare."""
+    if not g.serves or g.n < 2 or _torch.group_store(g.pg) is None:
+        return
+    known = _compared.setdefault(g.pg, _Compared())
+    digest = _digest(calls)
+    if digest in known.agreed:
+        return
+    known.times += 1  # also if it fails: all ranks fail, and meet elsewhere if they try again
+    lists: list[tuple[list[Call], str]] = []
+    purpose = "compare what it is about to issue on the group"
+    with meeting(g, f"/compare/{known.times}", purpose) as exchange:
+        if len(set(exchange(digest))) > 1:
+            lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
+    if lists:
+        _raise_at_the_first_difference(g, lists)
+    known.agreed.add(digest)
+
+
+def _digest(calls: Sequence[Call]) -> str:
+    return hashlib.sha256(json.dumps([what for what, _ in calls]).encode()).hexdigest()
+
+
+def _raise_at_the_first_difference(g: Group, lists: Sequence[tuple[list[Call], str]]) -> None:
+    longest = max(len(calls) for calls, _ in lists)
+    for i in range(longest):
+        at = [calls[i] if i < len(calls) else None for calls, _ in lists]
+        if all(_fit(at[0], other) for other in at[1:]):
+            continue
+        lines = [f"  {who}: {what}" for who, what in _by_call(g, at)]
+        alike = len({settings for _, settings in lists}) == 1
+        error = PlanMismatch(
+            group=g.label,
+            step=i + 1,
+            lines="\n".join(lines),
+            hint=_SAME if alike else _OTHERS,
+        )
+        error.step = i
+        error.ranks = tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x))
+        raise error
+
+
+_SAME = (
+    "All ranks of a group must make the same calls in the same order: look for a branch that only "
+    "some of them take."
+)
+_OTHERS = (
+    "Their settings differ: give all ranks the same schedule and the same machine, whose prices "
+    "decide the order."
+)
+
+
+def _by_call(g: Group, at: Sequence[Call | None]) -> list[tuple[str, str]]:
+    """(ranks, the call that they have)."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in zip(g.ranks, at, strict=True):
+        groups.setdefault(call[1] if call else "makes no more calls", []).append(rank)
+    shown = {what: ", ".join(map(str, ranks)) for what, ranks in groups.items()}
+    return [
+        (f"rank {who}" if len(groups[what]) == 1 else f"ranks {who}", what)
+        for what, who in shown.items()
+    ]
+
+
+def _fit(a: Call | None, b: Call | None) -> bool:
+    return (a is None) == (b is None) and (a is None or b is None or _alike(a[0], b[0]))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """The same, but for sizes that only a run knows."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return a == b or UNKNOWN in (a, b)

@@ -1,0 +1,79 @@
+"""When a compiled graph first runs, the ranks of its groups compare what it issues.
+
+The first run is the point that all ranks of a group reach: some may have compiled the graph and
+others have loaded it, and a backward graph may be compiled with its forward graph on one rank and
+later on another. What is issued is written into the code, so that it is there in caches, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fcoll.graph.agreement import calls_by_group, compare
+from fcoll.graph.issued import collectives_of
+from fcoll.groups import by_name
+from inductor_ext.choice import choice_of
+from inductor_ext.config import config
+
+
+def card_of(module: torch.fx.GraphModule) -> str:
+    """What a graph issues on its groups, as text that may stand in code of any language."""
+    calls = collectives_of(module)
+    nodes = {node.name: node for node in module.graph.nodes}
+    how = {c.start: _how(nodes[c.start]) for c in calls}
+    settings = hashlib.sha256(repr(config.key()).encode()).hexdigest()
+    plain = json.dumps([calls_by_group(calls, how), settings])
+    return base64.b64encode(zlib.compress(plain.encode())).decode()
+
+
+def _how(node: torch.fx.Node) -> str:
+    """Of a collective on shared memory: ranks that read in place meet no others."""
+    choice = choice_of(node)
+    in_place = choice is not None and choice.form in ("fused", "split", "opaque")
+    return "read in place" if in_place else ""
+
+
+def first_run(card: str) -> list[Callable[[], None]]:
+    """For generated code, which calls what is in the list: nothing any more once all agreed."""
+    due: list[Callable[[], None]] = []
+
+    def run() -> None:
+        _compare(card)
+        due.clear()
+
+    due.append(run)
+    return due
+
+
+def _compare(card: str) -> None:
+    by_group, settings = json.loads(zlib.decompress(base64.b64decode(card)))
+    groups = [by_name(name) for name in by_group]
+    # One order for all ranks, whatever order they issue in: a circle of waits is none then.
+    for group in sorted(groups, key=lambda g: (g.ranks, g.name)):
+        compare(group, by_group[group.name], settings)
+
+
+# -- as an op, for the C++ wrapper ---
+
+_lib = torch.library.Library("fcoll_compiled", "DEF")
+_lib.define("compare(str card) -> Tensor")
+_first = functools.cache(first_run)
+
+
+def _op(card: str) -> torch.Tensor:
+    for run in _first(card):
+        run()
+    return torch.empty(0)
+
+
+_lib.impl("compare", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("fcoll_compiled::compare", lambda card: torch.empty(0), lib=_lib)
+OP: Any = torch.ops.fcoll_compiled.compare.default

@@ -1,0 +1,165 @@
+"""Ranks that compare what they are about to issue: the error, the retry, who does not come."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launch
+
+import fcoll
+from fcoll.errors import CollectiveTimeout, PeerDied, PlanMismatch
+from fcoll.graph.agreement import calls_by_group, compare
+from fcoll.graph.issued import collectives_of
+from fcoll.groups import by_name, resolve
+
+
+def calls(ops: list[str], shape: tuple[int, ...] = (4,), how: str = "") -> list:
+    """As a graph of some all-reduces has them."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        return [fcoll.all_reduce(x, op) for op in ops]
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = collectives_of(make_fx(f, tracing_mode="fake")(torch.ones(shape)))
+    ((_, listed),) = calls_by_group(found, {c.start: how for c in found}).items()
+    return listed
+
+
+def world() -> fcoll.groups.Group:
+    return resolve(None)
+
+
+def mismatch(rank: int, mine: list, settings: list[str]) -> None:
+    compare(world(), mine[rank], settings[rank])
+
+
+def of_ranks(pool, mine: list, settings: list[str] | None = None) -> list:
+    return pool.run_expecting(mismatch, mine, settings or [""] * pool.world_size)
+
+
+@pytest.fixture(scope="module")
+def lists() -> dict[str, list]:
+    with fcoll.fake_world(tp=2):
+        return {
+            "sum max": calls(["sum", "max"]),
+            "sum min": calls(["sum", "min"]),
+            "sum": calls(["sum"]),
+            "larger": calls(["sum", "max"], (8,)),
+            "in place": calls(["sum", "max"], how="read in place"),
+        }
+
+
+def test_the_same_calls_agree(ranks2, lists):
+    assert of_ranks(ranks2, [lists["sum max"]] * 2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("other", "step", "said"),
+    [
+        ("sum min", 1, "all_reduce(min)"),
+        ("sum", 1, "makes no more calls"),
+        ("larger", 0, "(8,)"),
+        ("in place", 0, "all_reduce(sum)"),
+    ],
+)
+def test_the_first_difference_is_named_on_every_rank(ranks2, lists, other, step, said):
+    errors = of_ranks(ranks2, [lists["sum max"], lists[other]])
+    for error in errors:
+        assert isinstance(error, PlanMismatch)
+        assert (error.step, error.ranks) == (step, (1,))
+        assert f"number {step + 1} is\n  rank" in str(error) and said in str(error)
+        assert "test_agreement.py" in str(error) and "look for a branch" in str(error)
+
+
+def test_other_settings_are_said(ranks2, lists):
+    for error in of_ranks(ranks2, [lists["sum"], lists["sum min"]], ["h100", "a100"]):
+        assert "Their settings differ" in str(error)
+
+
+def test_four_ranks_of_which_two_differ(ranks4, lists):
+    a, b = lists["sum max"], lists["sum min"]
+    for error in of_ranks(ranks4, [a, b, a, b]):
+        assert error.ranks == (1, 3)
+        assert "ranks 0, 2: all_reduce(max)" in str(error)
+        assert "ranks 1, 3: all_reduce(min)" in str(error)
+
+
+def again(rank: int, right: list, wrong: list) -> None:
+    with pytest.raises(PlanMismatch):
+        compare(world(), wrong if rank else right)
+    compare(world(), right)
+    if rank == 0:  # a rank that compiles once more need not find the others there
+        compare(world(), right)
+    assert fcoll.all_reduce(torch.ones(1)) == dist.get_world_size()
+
+
+def test_a_retry_and_a_second_time(ranks2, lists):
+    ranks2.run(again, lists["sum max"], lists["sum min"])
+
+
+def with_unknown_sizes(rank: int, known: list) -> None:
+    ((kind, dtypes, shapes, args, how), text) = known[0]
+    mine = [((kind, dtypes, [["?"]], args, how), text)] if rank else known[:1]
+    compare(world(), mine)
+
+
+def test_a_size_that_only_a_run_knows_fits_any(ranks2, lists):
+    ranks2.run(with_unknown_sizes, lists["sum"])
+
+
+def one_does_not_come(rank: int, mine: list) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    g = by_name(group.group_name)
+    if rank:
+        dist.barrier()  # the other one has given up
+    with pytest.raises(CollectiveTimeout) as caught:
+        compare(g, mine)
+    if not rank:
+        dist.barrier()
+    compare(g, mine)  # both are here now
+    return str(caught.value)
+
+
+def test_a_rank_that_comes_late(ranks2, lists):
+    for message in ranks2.run(one_does_not_come, lists["sum"]):
+        assert "rank 0 waited 2 s for rank 1 to compare what it is about to issue" in message
+
+
+def one_dies(rank: int, mine: list) -> str:
+    fcoll.all_reduce(torch.ones(1))  # the ranks know one another's processes
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises((PeerDied, CollectiveTimeout)) as caught:
+        compare(world(), mine)
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_died(lists):
+    done = launch(one_dies, 2, lists["sum"], timeout=120)
+    assert done.results[0] == "PeerDied", done.errors
+
+
+def test_nothing_to_compare(lists):
+    with fcoll.fake_world(tp=2):
+        compare(world(), lists["sum"])  # a fake group moves no bytes
+
+
+def plans(rank: int, wrong: bool) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        first, second = ("max", "sum") if wrong and rank else ("sum", "max")
+        return fcoll.all_reduce(x, first) + fcoll.all_reduce(x @ x, second)
+
+    plan = fcoll.schedule(fcoll.trace(f, torch.ones(4, 4)), machine="cpu")
+    plan.compare()
+    plan.compare(dist.group.WORLD)
+
+
+def test_plans_compare_themselves(ranks2):
+    assert ranks2.run_expecting(plans, False) == [None, None]
+    for error in ranks2.run_expecting(plans, True):
+        assert isinstance(error, PlanMismatch) and error.step == 0
