@@ -13,8 +13,7 @@ from ranks import launch
 import fcoll
 from fcoll.errors import CollectiveTimeout, PeerDied, PlanMismatch
 from fcoll.graph.agreement import calls_by_group, compare
-from fcoll.graph.issued import collectives_of
-from fcoll.groups import by_name, resolve
+from fcoll.groups import Group, by_name, resolve
 
 
 def calls(ops: list[str], shape: tuple[int, ...] = (4,), how: str = "") -> list:
@@ -23,19 +22,19 @@ def calls(ops: list[str], shape: tuple[int, ...] = (4,), how: str = "") -> list:
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         return [fcoll.all_reduce(x, op) for op in ops]
 
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    found = collectives_of(make_fx(f, tracing_mode="fake")(torch.ones(shape)))
+    found = fcoll.trace(f, torch.ones(shape)).collectives
     ((_, listed),) = calls_by_group(found, {c.start: how for c in found}).items()
     return listed
 
 
-def world() -> fcoll.groups.Group:
-    return resolve(None)
+def new_group(seconds: float = 60) -> Group:
+    """One that has agreed on nothing yet."""
+    made = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    return by_name(made.group_name)
 
 
 def mismatch(rank: int, mine: list, settings: list[str]) -> None:
-    compare(world(), mine[rank], settings[rank])
+    compare(new_group(), mine[rank], settings[rank])
 
 
 def of_ranks(pool, mine: list, settings: list[str] | None = None) -> list:
@@ -90,11 +89,12 @@ def test_four_ranks_of_which_two_differ(ranks4, lists):
 
 
 def again(rank: int, right: list, wrong: list) -> None:
+    g = new_group()
     with pytest.raises(PlanMismatch):
-        compare(world(), wrong if rank else right)
-    compare(world(), right)
+        compare(g, wrong if rank else right)
+    compare(g, right)
     if rank == 0:  # a rank that compiles once more need not find the others there
-        compare(world(), right)
+        compare(g, right)
     assert fcoll.all_reduce(torch.ones(1)) == dist.get_world_size()
 
 
@@ -103,9 +103,9 @@ def test_a_retry_and_a_second_time(ranks2, lists):
 
 
 def with_unknown_sizes(rank: int, known: list) -> None:
-    ((kind, dtypes, shapes, args, how), text) = known[0]
+    ((kind, dtypes, _, args, how), text) = known[0]
     mine = [((kind, dtypes, [["?"]], args, how), text)] if rank else known[:1]
-    compare(world(), mine)
+    compare(new_group(), mine)
 
 
 def test_a_size_that_only_a_run_knows_fits_any(ranks2, lists):
@@ -113,8 +113,7 @@ def test_a_size_that_only_a_run_knows_fits_any(ranks2, lists):
 
 
 def one_does_not_come(rank: int, mine: list) -> str:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    g = by_name(group.group_name)
+    g = new_group(seconds=2)
     if rank:
         dist.barrier()  # the other one has given up
     with pytest.raises(CollectiveTimeout) as caught:
@@ -135,7 +134,7 @@ def one_dies(rank: int, mine: list) -> str:
     if rank == 1:
         os._exit(3)
     with pytest.raises((PeerDied, CollectiveTimeout)) as caught:
-        compare(world(), mine)
+        compare(resolve(None), mine)
     return type(caught.value).__name__
 
 
@@ -146,17 +145,19 @@ def test_a_rank_that_died(lists):
 
 def test_nothing_to_compare(lists):
     with fcoll.fake_world(tp=2):
-        compare(world(), lists["sum"])  # a fake group moves no bytes
+        compare(resolve(None), lists["sum"])  # a fake group moves no bytes
 
 
 def plans(rank: int, wrong: bool) -> None:
+    group = new_group().name
+
     def f(x: torch.Tensor) -> torch.Tensor:
         first, second = ("max", "sum") if wrong and rank else ("sum", "max")
-        return fcoll.all_reduce(x, first) + fcoll.all_reduce(x @ x, second)
+        return fcoll.all_reduce(x, first, group) + fcoll.all_reduce(x @ x, second, group)
 
-    plan = fcoll.schedule(fcoll.trace(f, torch.ones(4, 4)), machine="cpu")
+    plan = fcoll.schedule(fcoll.trace(f, torch.ones(4, 4)), machine="cpu", scheduler="original")
     plan.compare()
-    plan.compare(dist.group.WORLD)
+    plan.compare(group)
 
 
 def test_plans_compare_themselves(ranks2):
