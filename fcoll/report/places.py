@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 
 def place_of(rank: int, axes: Mapping[str, int]) -> list[int]:
@@ -32,6 +33,11 @@ def varying(ranks: Sequence[int], axes: Mapping[str, int]) -> list[str]:
         for name, along in zip(axes, zip(*places, strict=True), strict=True)
         if len({*along}) > 1
     ]
+
+
+def is_whole(ranks: Sequence[int], along: Sequence[str], axes: Mapping[str, int]) -> bool:
+    """Has a group that differs along these axes all of their places?"""
+    return len(ranks) == prod(axes[name] for name in along)
 
 
 def moved_to(rank: int, axes: Mapping[str, int], order: Sequence[str]) -> int:

@@ -14,7 +14,8 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadMesh, BadOption
 from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
-from fcoll.report.places import place_of, rank_at, varying
+from fcoll.report.places import is_whole, place_of, rank_at, varying
+from fcoll.report.symmetry import representatives
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
 from fcoll.tracing.fake_world import fake_world
@@ -92,14 +93,32 @@ def timeline(
             raise BadMesh(what=f"slow rank {rank}", hint="Ranks count from 0.")
     traced = _traced(build, axes, mode, progress)
     progress("running them")
-    groups = _Groups(axes)
+    run_for = _run_for(axes, traced, slow)
+    groups = _Groups(axes, run_for)
     models = {r: _Model(rank, groups, machine, costs) for r, rank in traced.items()}
     programs = {
         r: models[_like(r, axes, traced)].on(r, slow.get(r, 1.0))
-        for r in range(prod(axes.values()))
+        for r in sorted({*run_for.values()})
     }
     lines = run_world(programs, lazy=waits == "first use")
-    return WorldTimeline(axes, machine, lines, tuple(sorted(traced)))
+    all_lines = {rank: lines[other] for rank, other in run_for.items()}
+    return WorldTimeline(axes, machine, all_lines, tuple(sorted(traced)))
+
+
+def _run_for(
+    axes: dict[str, int], traced: Mapping[int, _Traced], slow: Mapping[int, float]
+) -> dict[int, int]:
+    """Of each rank the one that is run for it: itself where all were traced, or where a traced one
+    does not do what it was taken to do."""
+    size = prod(axes.values())
+    itself = {rank: rank for rank in range(size)}
+    if len(traced) == size:
+        return itself
+    calls = [c for t in traced.values() for c in t.collectives]
+    found = representatives(axes, calls, slow)
+    others = {r: t for r, t in traced.items() if r != size - 1}
+    as_taken = traced[size - 1].steps == traced[_like(size - 1, axes, others)].steps
+    return found if found is not None and as_taken else itself
 
 
 # -- which ranks are traced ---
@@ -139,9 +158,16 @@ def _trace(build: Build, axes: Any, mode: str, rank: int) -> _Traced:
 
 
 def _differing(axes: dict[str, int], found: Mapping[int, _Traced]) -> Iterator[int]:
-    """The ranks at 0 on all axes along which no message was seen."""
-    messages = [c for t in found.values() for c in t.collectives if c.row.is_p2p]
-    along = {name for c in messages for name in varying(c.ranks, axes)}
+    """The ranks at 0 on all axes along which all do the same: no message was seen along them, and
+    no group of a part of them."""
+    calls = {(c.ranks, c.row.is_p2p) for t in found.values() for c in t.collectives}
+    spans = {ranks: varying(ranks, axes) for ranks, _ in calls}
+    along = {
+        name
+        for ranks, sends in calls
+        if sends or not is_whole(ranks, spans[ranks], axes)
+        for name in spans[ranks]
+    }
     places = [range(n) if name in along else (0,) for name, n in axes.items()]
     for place in itertools.product(*places):
         yield rank_at(place, axes)
@@ -165,8 +191,8 @@ def _like(rank: int, axes: dict[str, int], traced: Mapping[int, Any]) -> int:
 class _Groups:
     """Groups as all ranks name them: what axes they span, and where they are on the others."""
 
-    def __init__(self, axes: dict[str, int]) -> None:
-        self.axes = axes
+    def __init__(self, axes: dict[str, int], run_for: Mapping[int, int]) -> None:
+        self.axes, self.run_for = axes, run_for
         self.shapes: dict[Any, int] = {}
         self.spans: dict[tuple[int, ...], list[str]] = {}  # of the groups of traced ranks
         self.meetings: dict[Any, Meeting] = {}
@@ -182,6 +208,11 @@ class _Groups:
         if key not in self.meetings:
             self.meetings[key] = Meeting(key, tuple(self._moved(r, fixed) for r in ranks))
         return self.meetings[key]
+
+    def run(self, meeting: Meeting) -> Meeting:
+        """The same of the ranks that are run."""
+        ranks = tuple(dict.fromkeys(self.run_for[r] for r in meeting.ranks))
+        return meeting if ranks == meeting.ranks else Meeting(meeting.key, ranks)
 
     def _moved(self, rank: int, fixed: tuple[int, ...]) -> int:
         place = zip(place_of(rank, self.axes), fixed, strict=True)
@@ -219,7 +250,7 @@ class _Model:
     def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
         group = self.groups.of(call.ranks, call.instance, rank)
         if not call.row.is_p2p:
-            yield group
+            yield self.groups.run(group)
             return
         for sends, peer, tag in messages_of(call):
             other = group.ranks[peer]

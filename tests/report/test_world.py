@@ -7,6 +7,7 @@ import torch
 
 import fcoll
 from fcoll.errors import BadMesh, BadOption, CollectiveMismatch
+from fcoll.report import world
 
 FORWARD_US, BACKWARD_US = 10.0, 20.0
 
@@ -125,6 +126,41 @@ def test_a_large_world_is_what_a_small_one_is():
     assert {r.end_us for r in line.ranks.values()} == {44.0}
     assert [r for r, x in line.ranks.items() if x.compute_us > 20] == [7]
     assert line.ranks[6].waits[0].end_us == 19 and line.ranks[8].waits[0].end_us == 14
+
+
+@pytest.mark.parametrize("slow", [{}, {0: 1.5}, {7: 1.5, 21: 2.0}, {23: 3.0}])
+@pytest.mark.parametrize("mesh", [{"dp": 6, "pp": 4}, {"pp": 4, "dp": 3, "tp": 2}])
+def test_running_one_of_those_that_are_alike_is_as_good_as_running_all(mesh, slow, monkeypatch):
+    """Stages with messages, whose gradients are summed over dp, with stragglers."""
+
+    def build(mesh):
+        step, args = pipeline(one_forward_one_backward, 3)(mesh)
+
+        def summed(x):
+            sent = step(x)
+            grads = fcoll.all_reduce(x @ x, "sum", mesh["dp"])
+            more = [fcoll.all_reduce(x @ grads, "sum", mesh["tp"])] if "tp" in axes else []
+            return sent, grads + 1, more
+
+        return summed, args
+
+    axes = mesh
+    few = fcoll.timeline(build, mesh, costs=collective_us, slow=slow, mode="forward")
+    assert len(few.ranks_traced) == 5
+    monkeypatch.setattr(world, "representatives", lambda *args: None)
+    every = fcoll.timeline(build, mesh, costs=collective_us, slow=slow, mode="forward")
+    for rank, line in every.ranks.items():
+        assert few.ranks[rank].end_us == line.end_us, rank
+        assert few.ranks[rank].waits == line.waits and few.ranks[rank].spans == line.spans
+
+
+def test_groups_of_a_part_of_an_axis_are_run_rank_by_rank():
+    def build(mesh):
+        half = [r for r in range(32) if r // 16 == mesh.get_rank() // 16]
+        return lambda x: fcoll.all_reduce(x @ x, "sum", half) + 1, (torch.ones(4, 4),)
+
+    line = fcoll.timeline(build, {"dp": 32}, costs=collective_us, slow={3: 2.0}, mode="forward")
+    assert {line.ranks[r].end_us for r in range(16)} == {26.0}
 
 
 def test_as_one_rank_alone_where_all_do_the_same():
