@@ -170,6 +170,29 @@ def _scale(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _timeline(args: argparse.Namespace) -> int:
+    """Run the ranks of a mesh against each other: pipeline bubbles, stragglers, imbalance."""
+    from fcoll.report.world import timeline
+
+    if not args.mesh:
+        raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh pp=4,dp=2.")
+    machine, build = Machine.of(args.machine), _build_of(args)
+    with _progress("tracing the ranks", args) as tell, redirect_stdout(sys.stderr):
+        line = timeline(
+            build,
+            args.mesh,
+            machine,
+            slow=args.slow,
+            waits=_waits(args),
+            mode=args.mode,
+            progress=tell,
+        )
+    _write(args.html, lambda: line.html(_title(args)))
+    _write(args.svg, line.svg)
+    _print(args, line.as_dict(), lambda: str(line))
+    return FINE
+
+
 def _schedule(args: argparse.Namespace) -> int:
     """Plan the order of a step by several schedulers, and compare what they are worth."""
     from fcoll.report import experiments
@@ -355,6 +378,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "check": _check,
     "scale": _scale,
+    "timeline": _timeline,
     "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,

@@ -50,6 +50,20 @@ def _sizes(text: str) -> dict[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like u0=64,u1=16") from None
 
 
+def _slow(text: str) -> dict[int, float]:
+    """
+    >>> _slow("3=1.2,5=2")
+    {3: 1.2, 5: 2.0}
+    """
+    try:
+        found = {int(r): float(x) for r, x in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 3=1.2,5=2") from None
+    if min(found.values()) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: 1.2 is a rank that takes 1.2 times as long")
+    return found
+
+
 def _share(text: str) -> float:
     """
     >>> _share("30%"), _share("0.3")
@@ -94,6 +108,11 @@ examples:
   fcoll scale --demo tiny --axis dp=1..4096 --mesh tp=8
   fcoll scale train.py:build --axis tp=1,2,4,8 --svg plot.svg
 """,
+    "timeline": """
+examples:
+  fcoll timeline --demo tiny-pipeline --mesh pp=4
+  fcoll timeline train.py:build --mesh pp=4,dp=2 --slow 3=1.2 --html ranks.html
+""",
     "schedule": """
 examples:
   fcoll schedule --demo llama3-8b --mesh dp=8,tp=8
@@ -130,7 +149,7 @@ def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
     for name, run in commands.items():
         text = (run.__doc__ or "").strip()
         more = (
-            _TARGET if name in ("report", "check", "scale", "schedule") else ""
+            _TARGET if name in ("report", "check", "scale", "timeline", "schedule") else ""
         ) + _EXAMPLES.get(name, "")
         command = subparsers.add_parser(
             name, help=text, description=text, epilog=more, formatter_class=raw
@@ -203,6 +222,14 @@ def _scale(command: argparse.ArgumentParser) -> None:
     command.add_argument("--svg", metavar="FILE", help="write a plot")
 
 
+def _timeline(command: argparse.ArgumentParser) -> None:
+    _timed(command)
+    slow = "ranks that compute so many times as long"
+    command.add_argument("--slow", type=_slow, metavar="3=1.2", help=slow)
+    command.add_argument("--html", metavar="FILE", help="write a page: the lanes and a table")
+    command.add_argument("--svg", metavar="FILE", help="write a picture")
+
+
 def _schedule(command: argparse.ArgumentParser) -> None:
     _priced(command)
     command.add_argument("--rank", type=int, default=0, help="the rank to trace (default 0)")
@@ -245,6 +272,7 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "report": _report,
     "check": _program,
     "scale": _scale,
+    "timeline": _timeline,
     "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,

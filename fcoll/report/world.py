@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadMesh, BadOption
 from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
+from fcoll.report import lanes
 from fcoll.report.places import is_whole, place_of, rank_at, varying
 from fcoll.report.symmetry import representatives
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
@@ -21,11 +22,9 @@ from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.trace import trace
 from fcoll.tracing.workers import Tracer
-from fcoll.units import show_us, table
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 EVERY_RANK_UP_TO = 16  # ranks; of more, those that differ along the axes that send messages
-LANE = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,9 @@ class WorldTimeline:
     machine: Machine
     ranks: dict[int, RankLine]
     ranks_traced: tuple[int, ...]
+    phases: Mapping[int, Mapping[str, str]] = field(
+        default_factory=dict, repr=False
+    )  # of its steps
 
     @property
     def step_us(self) -> float:
@@ -55,7 +57,22 @@ class WorldTimeline:
         return idle / (self.step_us * len(self.ranks))
 
     def __str__(self) -> str:
-        return render(self)
+        return lanes.render(self)
+
+    def svg(self) -> str:
+        """A picture: a lane for each rank, or for those that do the same at the same time."""
+        return lanes.svg(self)
+
+    def html(self, title: str = "step") -> str:
+        """A page that needs nothing else: the picture and a table of the ranks."""
+        return lanes.html(self, title)
+
+    def to_html(self, path: str | Path, title: str = "step") -> None:
+        Path(path).write_text(self.html(title))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers for programs: what ``fcoll timeline --json`` prints."""
+        return lanes.as_dict(self)
 
 
 def timeline(
@@ -102,7 +119,8 @@ def timeline(
     }
     lines = run_world(programs, lazy=waits == "first use")
     all_lines = {rank: lines[other] for rank, other in run_for.items()}
-    return WorldTimeline(axes, machine, all_lines, tuple(sorted(traced)))
+    phases = {r: models[_like(other, axes, traced)].phases for r, other in run_for.items()}
+    return WorldTimeline(axes, machine, all_lines, tuple(sorted(traced)), phases)
 
 
 def _run_for(
@@ -237,6 +255,7 @@ class _Model:
         self.traced, self.groups = traced, groups
         price = pricing(traced.collectives, machine, costs, traced.sizes)
         self.us = {step.name: price(step) for step in traced.steps}
+        self.phases = {step.name: step.phase for step in traced.steps}
 
     def on(self, rank: int, slow: float) -> RankProgram:
         us = self.us
@@ -256,50 +275,3 @@ class _Model:
             other = group.ranks[peer]
             ends = (rank, other) if sends else (other, rank)
             yield Meeting((*ends, tag, call.instance), ends)
-
-
-# -- for people ---
-
-
-def render(world: WorldTimeline, most: int = 16) -> str:
-    """A lane for each rank: █ computes, ░ waits for others, a blank where it is done."""
-    head = ("rank", "place", "compute", "waits", "idle", "")
-    rows = [
-        (
-            str(rank),
-            ", ".join(
-                f"{a}={i}" for a, i in zip(world.mesh, place_of(rank, world.mesh), strict=True)
-            ),
-            show_us(line.compute_us),
-            show_us(line.wait_us),
-            f"{world.bubble_us(rank) / (world.step_us or 1.0):.0%}",
-            _lane(line, world.step_us),
-        )
-        for rank, line in itertools.islice(world.ranks.items(), most)
-    ]
-    mesh = " x ".join(f"{axis}={n}" for axis, n in world.mesh.items())
-    lines = [
-        f"{mesh}: step {show_us(world.step_us)}, {world.bubble_share:.1%} of all ranks' time idle",
-        *table([head, *rows], "><>>><"),
-    ]
-    if len(world.ranks) > most:
-        lines.append(f"... and {len(world.ranks) - most} more ranks")
-    return "\n".join(lines)
-
-
-def _lane(line: RankLine, step_us: float) -> str:
-    """What the rank does most in each piece of the step."""
-    piece = step_us / LANE or 1.0
-    computes, waits = [0.0] * LANE, [0.0] * LANE
-    for totals, spans in ((computes, line.spans), (waits, line.waits)):
-        for span in spans:
-            if span.stream != "compute":
-                continue
-            for i in range(int(span.start_us / piece), min(LANE, int(span.end_us / piece) + 1)):
-                low, high = max(span.start_us, i * piece), min(span.end_us, (i + 1) * piece)
-                totals[i] += max(0.0, high - low)
-    marks = [
-        "█" if c >= w and c > 0 else "░" if w > 0 else " "
-        for c, w in zip(computes, waits, strict=True)
-    ]
-    return "".join(marks).rstrip()

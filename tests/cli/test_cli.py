@@ -190,6 +190,19 @@ def test_scale_keeps_the_other_axes(fcoll_):
 
 
 @pytest.mark.slow
+def test_timeline_of_all_ranks(fcoll_, project):
+    more = ("--mesh", "tp=4", "--slow", "2=3", "--html", "w.html", "--svg", "w.svg", "-q")
+    code, out, err = fcoll_("timeline", "train_it:build", *more)
+    assert (code, err) == (FINE, "") and out.startswith("tp=4: step ")
+    assert "█" in out and "░" in out
+    ElementTree.fromstring((project / "w.svg").read_text())
+    assert "train_it:build" in (project / "w.html").read_text()
+    late = json.loads(fcoll_("timeline", "train_it:build", *more, "--json")[1])
+    even = json.loads(fcoll_("timeline", "train_it:build", "--mesh", "tp=4", "--json", "-q")[1])
+    assert late["step_us"] > even["step_us"] and len(late["ranks"]) == 4
+    assert late["ranks"][2]["compute_us"] == pytest.approx(3 * even["ranks"][2]["compute_us"])
+
+
 def test_calibrate_measures_this_machine(fcoll_, project):
     code, out, _ = fcoll_("calibrate", "--quick", "--json")
     assert code == FINE
@@ -245,6 +258,20 @@ def test_mistakes_are_told_in_a_line(fcoll_, args, why):
 )
 def test_mistakes_in_arguments(fcoll_, args, why):
     code, _, err = fcoll_(*args)
+    assert code == FAILED and why in err
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        (("--mesh", "tp=2", "--slow", "7=2"), "slow rank 7"),
+        (("--mesh", "tp=2", "--slow", "fast"), "is not like 3=1.2"),
+        (("--mesh", "tp=2", "--slow", "1=0"), "takes 1.2 times as long"),
+        ((), "--mesh pp=4,dp=2"),
+    ],
+)
+def test_mistakes_in_timeline(fcoll_, more, why):
+    code, _, err = fcoll_("timeline", "train_it:build", *more)
     assert code == FAILED and why in err
 
 

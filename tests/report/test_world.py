@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
+
 import pytest
 import torch
+from golden import check_golden
 
 import fcoll
+from fcoll.costs.machine import Link, Machine
 from fcoll.errors import BadMesh, BadOption, CollectiveMismatch
-from fcoll.report import world
+from fcoll.report import lanes, world
 
 FORWARD_US, BACKWARD_US = 10.0, 20.0
 
@@ -115,6 +119,42 @@ def test_stragglers():
     assert even.step_us == 34
     assert str(line).splitlines()[0].startswith("dp=2 x tp=2: step 44.0 us")
     assert "█" in str(line) and "░" in str(line)
+
+
+def test_stragglers_as_they_are_shown():
+    """The four ranks above, as text: a golden file with times from the computation by hand."""
+    line = fcoll.timeline(
+        reduced,
+        {"dp": 2, "tp": 2},
+        Machine("m", {"float32": 1.0}, 1.0, Link(1.0, 1.0), Link(1.0, 1.0)),
+        costs=collective_us,
+        slow={3: 1.5},
+        mode="forward",
+    )
+    check_golden("stragglers.txt", f"{line}\n")
+
+
+def test_the_picture_is_to_scale():
+    line = fcoll.timeline(
+        reduced, {"dp": 2, "tp": 2}, costs=collective_us, slow={3: 1.5}, mode="forward"
+    )
+    drawn = ElementTree.fromstring(line.svg())
+    lanes_ = [e for e in drawn if e.tag.endswith("}g")]
+    assert len(lanes_) == 3  # ranks 0 and 1 do the same
+    scale = (lanes.WIDTH - lanes.LEFT - lanes.RIGHT) / 44
+
+    def drawn_as(lane, kind):
+        found = [e for e in lane if e.get("class") == kind]
+        ends = [(float(e.get("x")) - lanes.LEFT, float(e.get("width"))) for e in found]
+        return [(round(x / scale), round((x + width) / scale)) for x, width in ends]
+
+    assert drawn_as(lanes_[2], "matmul") == [(0, 15), (19, 34)]
+    assert drawn_as(lanes_[2], "blocked") == [(15, 19), (34, 44)]
+    assert drawn_as(lanes_[2], "hidden") == [(15, 19), (34, 44)]
+    assert "rank 3" in lanes_[2][0].text
+    page = line.html("a <step>")
+    assert "a &lt;step&gt;" in page and "44.0 us" in page and page.count("<tr>") == 4
+    assert line.as_dict()["ranks"][3]["compute_us"] == 30
 
 
 def test_a_large_world_is_what_a_small_one_is():
