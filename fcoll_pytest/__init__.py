@@ -1,0 +1,1 @@
+"""fcoll's pytest plugin: a package of its own, so that pytest starts without importing torch."""

@@ -1,0 +1,89 @@
+"""Tests on simulated ranks, in milliseconds.
+
+    @pytest.mark.ranks(4)
+    def test_total():                      # the body runs on each of 4 ranks
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 4
+
+    def test_rows(fcoll_world):
+        assert fcoll_world(3).run(lambda rank: dist.get_rank()) == [0, 1, 2]
+
+What other fixtures give is made once and shared by the ranks; ``fcoll_rank`` is each rank's number.
+Keyword arguments of both are those of ``fcoll.simulate_ranks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+class World:
+    """``run(fn)`` is ``fcoll.simulate_ranks(fn, size, ...)``."""
+
+    def __init__(self, size: int, **options: Any) -> None:
+        self.size, self.options = size, options
+
+    def run(self, fn: Callable[[int], Any]) -> list[Any]:
+        import fcoll  # not at pytest's start: it imports torch
+
+        try:
+            return fcoll.simulate_ranks(fn, self.size, **self.options)
+        except fcoll.errors.RankFailed as error:
+            if isinstance(error.__cause__, (pytest.skip.Exception, pytest.xfail.Exception)):
+                raise error.__cause__ from None
+            raise
+
+    def explore(self, fn: Callable[[int], Any], **options: Any) -> Any:
+        """``fcoll.explore(fn, size, ...)``: every order in which messages may come."""
+        import fcoll
+
+        return fcoll.explore(fn, self.size, **{**self.options, **options})
+
+
+class _EachRanks:
+    """Stands for the rank until the test runs on one."""
+
+    def __repr__(self) -> str:
+        return "the rank of a test with @pytest.mark.ranks(n)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "ranks(n, **options): run the test's body on each of n simulated ranks (fcoll)"
+    )
+
+
+@pytest.fixture
+def fcoll_world() -> Callable[..., World]:
+    """``fcoll_world(4).run(fn)`` -> the result of ``fn(rank)`` on each of 4 simulated ranks."""
+    return World
+
+
+@pytest.fixture
+def fcoll_rank(request: pytest.FixtureRequest) -> Any:
+    """The rank that the body of a test with ``@pytest.mark.ranks(n)`` runs on."""
+    if request.node.get_closest_marker("ranks") is None:
+        pytest.fail("fcoll_rank is for tests with @pytest.mark.ranks(n)", pytrace=False)
+    return _EachRanks()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    if len(marker.args) != 1:
+        pytest.fail("use @pytest.mark.ranks(n), with one number of ranks", pytrace=False)
+    fn, names = pyfuncitem.obj, pyfuncitem._fixtureinfo.argnames
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+
+    def body(rank: int) -> None:
+        mine = {k: rank if isinstance(v, _EachRanks) else v for k, v in given.items()}
+        fn(**mine)
+
+    World(marker.args[0], **marker.kwargs).run(body)
+    return True
