@@ -206,6 +206,7 @@ def _schedule(args: argparse.Namespace) -> int:
             traced, names, args.memory.split(","), machines, args.noise, progress=tell
         )
     _write(args.csv, lambda: experiments.as_csv(found))
+    _write(args.html, lambda: experiments.html(found, _title(args), args.noise))
     _write(args.svg, lambda: experiments.plot(found, _title(args)))
     table = experiments.render(found, args.noise)
     _print(args, {"results": list(map(asdict, found))}, lambda: table)

@@ -75,6 +75,17 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 30% or 0.3") from None
 
 
+def _noise(text: str) -> float:
+    """
+    >>> _noise("30%")
+    0.3
+    """
+    noise = _share(text)
+    if not 0 <= noise < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: times are off by less than themselves, 30%")
+    return noise
+
+
 class _Demo(argparse.Action):
     """--demo list prints the names and ends."""
 
@@ -244,8 +255,9 @@ def _schedule(command: argparse.ArgumentParser) -> None:
         "--memory", default="+0%", help="caps: +0%%,+5%%,none or bytes (default +0%%)"
     )
     command.add_argument(
-        "--noise", type=_share, default=0.0, metavar="0.3", help="also with times that are off"
+        "--noise", type=_noise, default=0.0, metavar="0.3", help="also with times that are off"
     )
+    command.add_argument("--html", metavar="FILE", help="write a page: the table and the plot")
     command.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     command.add_argument("--svg", metavar="FILE", help="write a plot of time against memory")
 

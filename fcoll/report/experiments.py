@@ -14,6 +14,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, MemoryCapTooSmall
+from fcoll.report.lanes import page
 from fcoll.report.svg import STYLE
 from fcoll.scheduling.bounds import times
 from fcoll.scheduling.contention import Contention
@@ -119,15 +120,21 @@ def noisy_us(plan: Plan, noise: float) -> float:
 
 def render(results: Sequence[Result], noise: float = 0.0) -> str:
     """A table for a terminal."""
-    noisy = (f"+-{noise:.0%}",) if noise else ()
-    head = (
-        *("machine", "scheduler", "memory", "step", "x bound", "x original"),
-        *("exposed", "peak", "buckets", *noisy, "plan"),
-    )
-    original = {r.machine: r.makespan_us for r in results if r.scheduler == "original"}
-    rows = [_cells(r, original[r.machine], bool(noise)) for r in results]
-    lines = table([head, *rows], "<<>" + ">" * (len(head) - 3))
+    head = _head(noise)
+    lines = table([head, *_rows(results, noise)], "<<>" + ">" * (len(head) - 3))
     return "\n".join([*lines, *(f"{r.scheduler}: {r.failed}" for r in results if r.failed)])
+
+
+def _head(noise: float) -> tuple[str, ...]:
+    return (
+        *("machine", "scheduler", "memory", "step", "x bound", "x original"),
+        *("exposed", "peak", "buckets", *((f"+-{noise:.0%}",) if noise else ()), "plan"),
+    )
+
+
+def _rows(results: Sequence[Result], noise: float) -> list[tuple[str, ...]]:
+    original = {r.machine: r.makespan_us for r in results if r.scheduler == "original"}
+    return [_cells(r, original[r.machine], bool(noise)) for r in results]
 
 
 def _cells(r: Result, original_us: float, noisy: bool) -> tuple[str, ...]:
@@ -139,6 +146,21 @@ def _cells(r: Result, original_us: float, noisy: bool) -> tuple[str, ...]:
         *(show_us(r.exposed_us), show_bytes(r.peak_bytes), str(r.buckets)),
         *((show_us(r.noisy_us),) if noisy else ()),
         f"{r.plan_s:.2f} s",
+    )
+
+
+def html(results: Sequence[Result], title: str, noise: float = 0.0) -> str:
+    """The table and the drawing as a page that needs nothing else."""
+    head, rows = _head(noise), _rows(results, noise)
+    lines = ["".join(f"<th>{escape(x)}</th>" for x in head)]
+    lines += ["".join(f"<td>{escape(x)}</td>" for x in row) for row in rows]
+    failed = [f"<p>{escape(r.scheduler)}: {escape(r.failed)}</p>" for r in results if r.failed]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return page(
+        f"Schedules of {title}",
+        f"{title} · x bound: 1 is optimal",
+        [f"<table>{body}</table>", plot(results, title)],
+        "\n".join(failed),
     )
 
 

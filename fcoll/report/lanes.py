@@ -5,6 +5,7 @@ Ranks that do the same at the same time share a lane.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -222,13 +223,23 @@ def html(world: WorldTimeline, title: str) -> str:
     ]
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     traced = f"{len(world.ranks)} ranks, of which {len(world.ranks_traced)} were traced"
+    note = "A bubble is time in which a rank computes nothing. Ranks that do the same at the same "
+    return page(
+        title_of(world),
+        f"{title} · {world.machine.name} · {traced}",
+        [svg(world), f"<table>{body}</table>"],
+        f'<p class="soft">{note}time share a lane.</p>',
+    )
+
+
+def page(title: str, about: str, sections: Sequence[str], foot: str = "") -> str:
+    """A plain page; ``sections`` and ``foot`` are HTML, the rest is text."""
+    body = "\n".join(f"<section>{section}</section>" for section in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>fcoll: {escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{PAGE_STYLE}</style>
-</head><body><main><h1>{escape(title_of(world))}</h1>
-<div class="soft">{escape(title)} · {escape(world.machine.name)} · {traced}</div>
-<section>{svg(world)}</section>
-<section><table>{body}</table></section>
-<p class="soft">A bubble is time in which a rank computes nothing. Ranks that do the same at the
-same time share a lane.</p></main></body></html>
+</head><body><main><h1>{escape(title)}</h1>
+<div class="soft">{escape(about)}</div>
+{body}
+{foot}</main></body></html>
 """

@@ -109,3 +109,18 @@ def test_a_report_shows_the_step_as_it_is_planned(capsys):
     assert main([*program, "--scheduler", "overlap"]) == 0
     shown = capsys.readouterr().out
     assert "after:" in shown and shown.count("dp=2 x tp=2") == 2
+
+
+def test_a_page_of_experiments(traced):
+    found = compare(traced, ["overlap"], ["+0%", "none"], noise=0.3)
+    page = experiments.html(found, "a <step>", 0.3)
+    assert page.count("<tr>") == 1 + len(found) and "<svg" in page
+    assert "a &lt;step&gt;" in page and "+-30%" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("noise", ["1.5", "-0.1", "loud"])
+def test_noise_that_makes_no_sense(noise, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["schedule", "--demo", "tiny", "--mesh", "dp=2", f"--noise={noise}"])
+    assert end.value.code == 2 and "--noise" in capsys.readouterr().err
