@@ -54,9 +54,16 @@ def _summary(line: Timeline) -> list[str]:
     return [
         f"{line.machine.name}, {mesh}, rank {line.rank}: {count} collective{'s' * (count != 1)}",
         f"step {show_us(line.step_us)} = compute {show_us(line.compute_us)} + "
-        f"exposed {show_us(line.exposed_total_us)}{share}{host}",
+        f"exposed {show_us(line.exposed_total_us)}{share}{host}{_tail(line)}",
         f"communication: {streams}; peak memory {show_bytes(line.peak_bytes)}",
     ]
+
+
+def _tail(line: Timeline) -> str:
+    """Collectives that outlast compute and that nothing of the step waits for."""
+    late = sum(s.us for s in line.host_waits)
+    rest = line.step_us - line.compute_us - line.exposed_total_us - late
+    return f" + {show_us(rest)} that no one waits for" if rest > 1e-3 * line.step_us else ""
 
 
 def _moves(found: list[Moved], top: int) -> list[str]:

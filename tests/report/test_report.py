@@ -59,6 +59,11 @@ def test_table_of_before_and_after():
     check_golden("report_compared.txt", text.render(serial(), timelines.overlapped()) + "\n")
 
 
+def test_what_no_one_waits_for_is_told():
+    line = run([compute("a"), start("r", 0, "a")], dict(a=10, r=15))
+    assert "exposed 0.00 us (0%) + 15.0 us that no one waits for" in text.render(line)
+
+
 def test_collectives_that_are_alike_are_one_row():
     line = many(9)
     found = summary.rows(line)
