@@ -83,7 +83,7 @@ def recipe(node: Node, blocks: int, k: int) -> Recipe | None:
     else:
         rule = _rule_of(node)
     waits = row is not None and row.is_wait
-    if rule is None or (_torch.op_writes(node.target) and not waits):
+    if rule is None or (_torch.op_writes(node.target) and not waits and not _writes_its_own(node)):
         return None
     made = rule(node, blocks, k)
     if made is None or any(not _can_be_cut(x, q, k) for x, q in made.needs.items()):
@@ -364,6 +364,15 @@ _BY_OP: dict[Any, Rule] = {
 def _is_pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and not effect_of(node)
+
+
+def _writes_its_own(node: Node) -> bool:
+    """Does it write to nothing but a value that nobody else sees, as ``mean.add_(eps)``?"""
+    x = node.args[0] if node.args else None
+    if _torch.op_writes(node.target) != ((0, "self"),) or not isinstance(x, Node):
+        return False
+    made = x.op == "call_function" and not is_view(x) and row_of_node(x) is None
+    return made and list(x.users) == [node] and not _torch.op_writes(x.target)
 
 
 def _rule_of(node: Node) -> Rule | None:

@@ -272,6 +272,8 @@ def _why_no_rows(node: Node, mine: Part, given: list[Part], d: int) -> str:
     """Pointwise: every operand has the same rows as the result, or one for all."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return f"{node.target} need not act on each row by itself"
+    if node.target._schema.is_mutable and len(_inputs(node)[0].users) > 1:  # type: ignore[union-attr]
+        return f"it writes to {_inputs(node)[0].name}, which others use"
     out = _shape(node)
     each = mine.blocks // prod(out[:d])
     for part, x in zip(given, _inputs(node), strict=True):
