@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ _COMPILER = os.path.join(os.path.dirname(_HERE), "inductor_ext")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _DEMOS = os.path.join(_HERE, "cli", "demos.py")  # written as a user's program
 # what torch's functions are wrapped by stands between them and the user's line
-_WRAPPERS = (contextlib.__file__, functools.__file__, typing_extensions.__file__)
+_WRAPPERS = (
+    *(contextlib.__file__, dataclasses.__file__, functools.__file__),
+    typing_extensions.__file__,
+)
 _LIBRARIES = (
     *(folder + os.sep for folder in (_HERE, _COMPILER, _TORCH)),
     "<frozen ",
@@ -45,10 +50,16 @@ def is_own_or_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
 
 
+def _is_made(frame: FrameType) -> bool:
+    """Is it the constructor that dataclasses wrote for a class of ours?"""
+    code = frame.f_code
+    return code.co_filename == "<string>" and code.co_name == "__init__"
+
+
 def user_site() -> Site | None:
     """The nearest frame outside torch and fcoll."""
     frame = sys._getframe(1)
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and (is_library(frame.f_code.co_filename) or _is_made(frame)):
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

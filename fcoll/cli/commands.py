@@ -27,7 +27,7 @@ from fcoll.cli import demos, programs
 from fcoll.cli.parser import parser
 from fcoll.costs.machine import Machine, machine_dir, presets
 from fcoll.costs.model import number
-from fcoll.errors import BadMesh, CollectiveMismatch, FcollError, NotWritable
+from fcoll.errors import BadMesh, BadOption, CollectiveMismatch, FcollError, NotWritable
 from fcoll.plugins import plugin
 from fcoll.scheduling.timeline import Timeline
 from fcoll.table.collectives import COLLECTIVES
@@ -246,7 +246,10 @@ def _machines(args: argparse.Namespace) -> int:
         from fcoll.report import prices
 
         machine = Machine.of(args.prices)
-        found = prices.by_form(machine, args.ranks or machine.ranks_per_node)
+        n = machine.ranks_per_node if args.ranks is None else args.ranks
+        if n < 2:
+            raise BadOption(op="machines", arg="--ranks", value=n, known="2, 3, ...")
+        found = prices.by_form(machine, n)
         _print(args, found, lambda: prices.render(machine, found))
         return FINE
     known = {name: Machine.preset(name).note for name in presets()}

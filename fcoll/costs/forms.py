@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 
 from fcoll.costs.machine import Form, Link, Machine
-from fcoll.costs.numbers import least, log2, most, ratio, sqrt
+from fcoll.costs.numbers import least, log2, most, sqrt
 from fcoll.table.row import Collective, Expr
 
 
@@ -72,7 +72,7 @@ def two_shot(row: Collective, n: Expr, b: Expr, link: Link) -> Expr:
 
 def in_switch(row: Collective, n: Expr, b: Expr, link: Link) -> Expr:
     """The switch reads a share from all, adds it up and sends it to all; each rank does a share."""
-    return 2 * link.latency_us + moved_us(ratio(b * (n + 1), n), link)
+    return 2 * link.latency_us + moved_us(b * (n + 1) / n, link)
 
 
 Formula = Callable[[Collective, Expr, Expr, Link], Expr]
@@ -107,9 +107,9 @@ def forms_us(
 
 def _across(n: Expr, b: Expr, form: Form, far: Link, per_node: Expr) -> Expr:
     """In the switches of all nodes at once, then shares between the nodes, in a pipeline."""
-    nodes = ratio(n, per_node)
-    inside = ratio(b * (per_node + 1), per_node) * form.link.us_per_byte
-    between = ratio(2 * b * (nodes - 1), n) * far.us_per_byte
+    nodes = n / per_node
+    inside = b * (per_node + 1) / per_node * form.link.us_per_byte
+    between = 2 * b * (nodes - 1) / n * far.us_per_byte
     return 2 * log2(nodes) * far.latency_us + _ramped(most(inside, between), far)
 
 

@@ -151,11 +151,11 @@ class Machine:
         if isinstance(machine, Machine):
             return machine
         name, colon, form = str(machine).partition(":")
-        if colon:
+        if colon and form:
             made = Machine.of(name)
             return replace(made, name=str(machine), form=form)
         path = Path(machine)
-        return Machine.from_toml(path) if path.suffix == ".toml" else Machine.preset(name)
+        return Machine.from_toml(path) if path.suffix == ".toml" else Machine.preset(str(machine))
 
     @staticmethod
     def preset(name: str) -> Machine:

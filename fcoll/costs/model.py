@@ -56,7 +56,8 @@ def collective_us(
     if (known := _measured(row, n, bytes, machine)) is not None:
         return known
     if not is_symbolic(n):
-        return _priced(row, n, bytes, machine, _per_node(n, machine, ranks))
+        us = _priced(row, n, bytes, machine, _per_node(n, machine, ranks))
+        return us if is_symbolic(us) else float(us)
     size = machine.ranks_per_node
     return sympy.Piecewise(
         (0, sympy.Le(n, 1)),

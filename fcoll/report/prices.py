@@ -29,7 +29,7 @@ def by_form(machine: Machine, n: int) -> dict[str, Any]:
 
 def render(machine: Machine, found: dict[str, Any]) -> str:
     """A table for each collective; a star marks the form that a program pays for."""
-    parts = [f"{machine.name}: {machine.note}"]
+    parts = [": ".join(filter(None, (machine.name, machine.note)))]
     for op, sizes in found.items():
         forms = list(dict.fromkeys(form for size in sizes for form in size["us"]))
         if not forms:

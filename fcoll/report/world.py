@@ -92,6 +92,7 @@ def timeline(
     compute of some ranks take longer: {3: 1.2}. ``costs`` are times in us that go before the
     machine's: {step name: us} or a function of a Step. Up to 16 ranks are all traced; of more,
     ranks that differ only along axes on which nobody sends messages are taken to do the same.
+    A machine's ``host_us`` counts, its ``slowdown`` and ``shared_links`` do not.
 
         >>> import torch, fcoll
         >>> def build(mesh):
@@ -252,7 +253,7 @@ class _Model:
     def __init__(
         self, traced: _Traced, groups: _Groups, machine: Machine, costs: Costs | None
     ) -> None:
-        self.traced, self.groups = traced, groups
+        self.traced, self.groups, self.host_us = traced, groups, machine.host_us
         price = pricing(traced.collectives, machine, costs, traced.sizes)
         self.us = {step.name: price(step) for step in traced.steps}
         self.phases = {step.name: step.phase for step in traced.steps}
@@ -264,7 +265,7 @@ class _Model:
             return us[step.name] * slow if step.kind == "compute" else us[step.name]
 
         meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
-        return RankProgram(self.traced.steps, meetings, price)
+        return RankProgram(self.traced.steps, meetings, price, self.host_us)
 
     def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
         group = self.groups.of(call.ranks, call.instance, rank)

@@ -5,6 +5,9 @@ on; who needs the result waits for it. A collective begins when all of its ranks
 are through with what is before it on their streams, and ends for all of them at once. A message
 begins when both its sender and its receiver have issued theirs; messages from one rank to another
 do not wait for those to a third, or for those that come back.
+
+Of what runs at the same time (fcoll/scheduling/contention.py) only the host is here: each rank's
+issues its kernels one after another. Streams do not slow one another down.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 
 from fcoll.errors import CollectiveMismatch
 from fcoll.graph.steps import Step
+from fcoll.scheduling.contention import launches
 from fcoll.scheduling.timeline import Span
 
 
@@ -29,20 +33,24 @@ class Meeting:
 @dataclass(frozen=True)
 class RankProgram:
     """What one rank does. ``meetings`` are those of each collective, by its id: one of a
-    collective, one for each message of a batch. ``us`` is the price of a step on this rank."""
+    collective, one for each message of a batch. ``us`` is the price of a step on this rank,
+    ``host_us`` what its host takes to issue a kernel."""
 
     steps: Sequence[Step]
     meetings: Mapping[int, Sequence[Meeting]]
     us: Callable[[Step], float]
+    host_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class RankLine:
-    """When a rank's steps run. ``waits`` are times of its compute stream that it stood still."""
+    """When a rank's steps run. ``waits`` are times of its compute stream that it stood still, for
+    others, and ``host_waits`` those that nothing was issued for."""
 
     spans: tuple[Span, ...]
     waits: tuple[Span, ...]
     end_us: float
+    host_waits: tuple[Span, ...] = ()
 
     @property
     def compute_us(self) -> float:
@@ -145,6 +153,7 @@ class _Rank:
     def __init__(self, rank: int, program: RankProgram, world: _World, lazy: bool) -> None:
         self.rank, self.program, self.world, self.lazy = rank, program, world, lazy
         self.at, self.now = 0, 0.0
+        self.host, self.issued_at = 0.0, -1  # when, and up to which step, all is issued
         self.needs: _Flight | None = None  # what it cannot go on without
         self.flying: dict[str, _Flight] = {}  # by the steps whose result it is
         self.flights: list[_Flight] = []
@@ -152,6 +161,7 @@ class _Rank:
         self.turns: Counter[Hashable] = Counter()
         self.spans: list[Span] = []
         self.waits: list[Span] = []
+        self.host_waits: list[Span] = []
 
     @property
     def ended(self) -> bool:
@@ -161,6 +171,7 @@ class _Rank:
     def run(self) -> None:
         while self.needs is None and self.at < len(self.program.steps):
             step = self.program.steps[self.at]
+            self.launch(step)
             if step.kind == "start" and step.collective in self.program.meetings:
                 self.start(step)
             elif step.kind == "wait" and self.lazy:
@@ -170,6 +181,18 @@ class _Rank:
             else:
                 return
             self.at += 1
+
+    def launch(self, step: Step) -> None:
+        """The host issues the step's kernel, once; compute waits for that if it is late."""
+        host_us = self.program.host_us
+        if not host_us or self.issued_at == self.at:
+            return
+        self.issued_at = self.at
+        if launches(step, self.program.us(step)):
+            self.host += host_us
+            if self.host > self.now:
+                self.host_waits.append(Span(step.name, "compute", self.now, self.host))
+                self.now = self.host
 
     def put_off(self, wait: Step) -> None:
         """Who uses the result waits."""
@@ -219,7 +242,8 @@ class _Rank:
             for f in self.flights
         ]
         spans = (*self.spans, *flown)
-        return RankLine(spans, tuple(self.waits), max([self.now, *(s.end_us for s in flown)]))
+        end_us = max([self.now, *(s.end_us for s in flown)])
+        return RankLine(spans, tuple(self.waits), end_us, tuple(self.host_waits))
 
     def why(self) -> str:
         under_way = next((f for f in self.flights if f.end_us is None), None)

@@ -316,6 +316,7 @@ def test_prices_of_a_machine_by_form(fcoll_):
     across = fcoll_("machines", "--prices", "b300", "--ranks", "16")[1]
     assert "nvls" in across and "one-shot" not in across.partition("all_gather")[0]
     assert fcoll_("machines", "--prices", "b300:three-shot")[0] == FAILED
+    assert fcoll_("machines", "--prices", "b300", "--ranks", "1")[0] == FAILED
 
 
 def test_a_report_says_which_form_was_priced(fcoll_, project):

@@ -145,9 +145,18 @@ def test_a_ramp_costs_at_most_the_fill_of_its_pipeline(b, chunk, fill):
     assert costs[1] - costs[0] == pytest.approx(extra, rel=1e-6, abs=1e-6 * costs[0])
 
 
+def test_prices_are_numbers_of_python():
+    for form in ("", *B300.forms):
+        for n in (8, 64):
+            assert type(collective_us("all_reduce", n, MIB, B300, form=form)) is float, (form, n)
+
+
 def test_forms_that_there_are_not():
-    with pytest.raises(errors.BadOption, match="best, ring, tree, nvls"):
+    with pytest.raises(errors.BadOption, match="best, ring, tree, nvls") as caught:
         replace(H100, form="two-shot")
+    assert "test_forms.py:" in str(caught.value)
+    with pytest.raises(errors.UnknownMachine, match="b300:"):
+        Machine.of("b300:")
     with pytest.raises(errors.BadOption, match="one-shot, two-shot, multimem, nvls"):
         replace(H100, forms={"three-shot": Form(1.0, 1.0)})
     with pytest.raises(errors.BadOption, match="nccl, rccl"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 import torch
@@ -203,8 +204,11 @@ def test_groups_of_a_part_of_an_axis_are_run_rank_by_rank():
     assert {line.ranks[r].end_us for r in range(16)} == {26.0}
 
 
-def test_as_one_rank_alone_where_all_do_the_same():
+@pytest.mark.parametrize("host_us", [0.0, 3.0, 50.0])
+def test_as_one_rank_alone_where_all_do_the_same(host_us):
     from fcoll.scheduling.timeline import timeline as of_one
+
+    machine = replace(fcoll.Machine.of("h100"), host_us=host_us)
 
     def build(mesh):
         w = torch.ones(64, 64)
@@ -212,10 +216,23 @@ def test_as_one_rank_alone_where_all_do_the_same():
 
     with fcoll.fake_world(tp=4) as mesh:
         fn, args = build(mesh)
-        alone = of_one(fcoll.trace(fn, *args), waits="first use")
-    world = fcoll.timeline(build, {"tp": 4})
+        alone = of_one(fcoll.trace(fn, *args), machine, waits="first use")
+    world = fcoll.timeline(build, {"tp": 4}, machine)
     assert world.step_us == pytest.approx(alone.step_us)
-    assert all(r.wait_us == pytest.approx(alone.exposed_total_us) for r in world.ranks.values())
+    late = sum(s.us for s in alone.host_waits)
+    for rank in world.ranks.values():
+        assert rank.wait_us == pytest.approx(alone.exposed_total_us)
+        assert sum(s.us for s in rank.host_waits) == pytest.approx(late)
+    assert (late > 0) == (host_us > 0)
+
+
+def test_a_world_says_what_it_leaves_out():
+    def build(mesh):
+        return lambda x: fcoll.all_reduce(x, "sum", mesh), (torch.ones(4),)
+
+    h100 = fcoll.Machine.of("h100")
+    assert "left out" not in str(fcoll.timeline(build, {"tp": 2}, h100))
+    assert "left out" in str(fcoll.timeline(build, {"tp": 2}, replace(h100, slowdown=1.2)))
 
 
 def test_ranks_that_do_not_meet_are_an_error():
