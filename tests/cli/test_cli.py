@@ -125,14 +125,9 @@ def test_machines_make_a_difference(fcoll_, project):
     slow = replace(h100, collective_us=h100.collective_us + 495, forms={})
     (project / "slow.toml").write_text(slow.to_toml())
     assert step_us("slow.toml") == pytest.approx(step_us("h100") + 495)
-    assert list(json.loads(fcoll_("machines", "--json")[1])) == [
-        "a100",
-        "b200",
-        "b300",
-        "h100",
-        "h20",
-        "mi300x",
-    ]
+    listed = json.loads(fcoll_("machines", "--json")[1])
+    assert {"a100", "b200", "b300", "h100", "h20", "mi300x"} <= set(listed)
+    assert all(listed.values()), "each has a note"
 
 
 def test_waits_where_they_are_used_or_where_they_stand(fcoll_):

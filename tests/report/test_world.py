@@ -212,6 +212,7 @@ def test_as_one_rank_alone_where_all_do_the_same(host_us):
 
     def build(mesh):
         w = torch.ones(64, 64)
+
         def step(x):  # what uses the result is a kernel of its own, issued while others are late
             reduced = fcoll.all_reduce(x @ w, "sum", mesh)
             return (w @ w).sum() + reduced @ w
