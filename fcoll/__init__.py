@@ -29,6 +29,8 @@ from fcoll.table.row import Collective
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.trace import Trace, trace
 from fcoll.tracing.values import assume
+from fcoll.training import traced as _traced  # noqa: F401  DistributedDataParallel in traces
+from fcoll.training.data_parallel import DataParallel, MixedPrecision
 from fcoll.training.logger import Logger
 from fcoll.training.reducer import Reducer
 
@@ -43,6 +45,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Checked",
     "Collective",
+    "DataParallel",
     "Exploration",
     "FcollError",
     "Group",
@@ -50,6 +53,7 @@ __all__ = [
     "Issued",
     "Logger",
     "Machine",
+    "MixedPrecision",
     "Plan",
     "Profile",
     "Reducer",

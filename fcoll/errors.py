@@ -223,11 +223,8 @@ class UnknownCollective(FcollError):
 
 class UntraceableDDP(FcollError):
     template = (
-        "torch's DistributedDataParallel, at {line}, cannot be traced: its reducer sends the "
-        "gradients from C++ and needs data to do so. Shard the model with "
-        "torch.distributed.fsdp.fully_shard(model, mesh=mesh), or leave it unwrapped and average "
-        'each gradient: p.grad = fcoll.all_reduce(p.grad, "avg", mesh), after backward() or in '
-        "p.register_post_accumulate_grad_hook."
+        "torch's DistributedDataParallel, at {line}, is not traced as torch.compile would run it: "
+        "it breaks the graph. Trace it in another mode, or wrap the module in fcoll.DataParallel."
     )
 
 

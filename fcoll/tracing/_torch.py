@@ -253,30 +253,9 @@ def _is_of_fsdp(x: Any) -> bool:
 
 
 def is_ddp(module: torch.nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
-
-
-def around_ddp_made(before: Callable[[torch.nn.Module], None]) -> AbstractContextManager[None]:
-    """Call before(module) when a DistributedDataParallel is about to wrap a module."""
-    original = DistributedDataParallel.__init__
-
-    def init(ddp: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        before(module)
-        original(ddp, module, *args, **kwargs)
-
-    return replaced(DistributedDataParallel, {"__init__": init})
-
-
-def around_ddp_called(before: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call before() when a DistributedDataParallel runs whose backward pass exchanges gradients."""
-    original = DistributedDataParallel.forward
-
-    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-            before()
-        return original(ddp, *args, **kwargs)
-
-    return replaced(DistributedDataParallel, {"forward": forward})
+    """torch's own, which Dynamo does not look into."""
+    is_one = isinstance(module, DistributedDataParallel)
+    return is_one and type(module).forward is DistributedDataParallel.forward
 
 
 @contextmanager

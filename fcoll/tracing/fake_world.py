@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll.errors import BadMesh, UntraceableDDP
-from fcoll.tracing import _torch
-from fcoll.tracing.values import user_line
+from fcoll.errors import BadMesh
+from fcoll.tracing import _torch, ddp
 
 _active: list[fake_world] = []
 
@@ -41,7 +40,7 @@ class fake_world:
     def __enter__(self) -> DeviceMesh:
         with ExitStack() as stack:
             stack.enter_context(_torch.fresh_world())
-            stack.enter_context(_torch.around_ddp_made(_no_ddp_on_meta))
+            stack.enter_context(ddp.made())
             mesh = self._mesh()
             _active.append(self)
             stack.callback(_active.pop)
@@ -68,12 +67,6 @@ class fake_world:
         rows = rows.reshape(-1, rows.shape[-1])
         mine = rows[(rows == self.rank).any(1)][0].tolist()
         return _torch.fake_group(mine, self.rank, axis, f"mesh_{axis}")
-
-
-def _no_ddp_on_meta(module: torch.nn.Module) -> None:
-    """DistributedDataParallel compares the parameters of all ranks, which takes data."""
-    if any(p.is_meta for p in module.parameters()):
-        raise UntraceableDDP(line=user_line())
 
 
 def current_axes() -> dict[str, int]:

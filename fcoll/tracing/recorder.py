@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_iter, tree_map
 
-from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup, UntraceableDDP
+from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
 from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
@@ -50,7 +50,6 @@ class Recorder(_torch.TorchDispatchMode):
         self.graph = fx.Graph()
         self.given: Origin | None = None  # for what runs next, where somebody else knows it
         self.ran_backward = False
-        self._ddp_line = ""  # of a DistributedDataParallel that waits for its backward pass
         self.notes: list[str] = []  # on what only a run knows
         self.results: list[Tensor] = []  # to be outputs, besides those that finish() is given
         self.by_memory = False  # a new tensor object may be a known value: go by its memory too
@@ -270,12 +269,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def runs_backward(self, is_derivative: bool) -> None:
         """A backward pass begins; gradients to be differentiated again are none."""
-        if self._ddp_line:
-            raise UntraceableDDP(line=self._ddp_line)
         self.ran_backward |= not is_derivative
-
-    def _runs_ddp(self) -> None:
-        self._ddp_line = user_line()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -377,7 +371,6 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.real_meshes(),
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
-                _torch.around_ddp_called(self._runs_ddp),
             ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}

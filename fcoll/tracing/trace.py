@@ -26,7 +26,7 @@ from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.sizes import from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
 from fcoll.source import Site, is_library
-from fcoll.tracing import _torch
+from fcoll.tracing import _torch, ddp
 from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fake_world import current_axes
 from fcoll.tracing.fakes import Found, faked, reachable
@@ -274,7 +274,7 @@ class _Step:
             tensors = [(copies.get(id(x), x), name) for x, name in self.found.tensors.values()]
             recorder = Recorder(_names(tensors), self.found.modules, self.caller, self.fake)
             try:
-                with self._reading(values, recorder):
+                with self._reading(values, recorder), self._reducers(recorder):
                     out = _run(self.fn, args, kwargs, self.mode, recorder)
             except _torch.NO_VALUE as error:
                 raise DataDependent(line=line_of(error), why="") from None
@@ -286,6 +286,10 @@ class _Step:
         made = Trace(graph_module, collectives, rank, current_axes())
         made.notes = tuple(dict.fromkeys(recorder.notes))
         return made
+
+    def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
+        return ddp.traced(self.found.modules, recorder.notes)
 
     def _reading(self, values: Values, recorder: Recorder) -> AbstractContextManager[None]:
         if self.mode == "compiled":

@@ -5,7 +5,8 @@ Tested with torch 2.13.0. Each name says what it is needed for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +37,19 @@ def replace(name: str, make: Callable[[Any], Any]) -> None:
 
 def copy_into(to: list[Tensor], tensors: list[Tensor]) -> None:
     """``a.copy_(b)`` of each pair, in one call."""
+    if to and is_fake(to[0]):  # in a trace each is a node of its own
+        for x, y in zip(to, tensors, strict=True):
+            x.copy_(y)
+        return
     torch._foreach_copy_(to, tensors)
 
 
 def scale_(tensors: list[Tensor], factor: float) -> None:
     """``a.mul_(factor)`` of each, in one call."""
+    if tensors and is_fake(tensors[0]):
+        for x in tensors:
+            x.mul_(factor)
+        return
     torch._foreach_mul_(tensors, factor)
 
 
@@ -60,3 +69,50 @@ def is_fake(x: Tensor) -> bool:
 def backward_pass() -> int:
     """A number of the backward pass that is running."""
     return torch._C._current_graph_task_id()
+
+
+@contextmanager
+def replaced_in_dist(names: dict[str, Any]) -> Iterator[None]:
+    """Inside, torch.distributed has these instead of its own."""
+    before = {name: getattr(dist, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(dist, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(dist, name, value)
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Do they begin at the same place?"""
+    if x is y or is_fake(x) or is_fake(y):
+        return x is y or x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return x.data_ptr() == y.data_ptr() != 0
+
+
+class _Handle:
+    """A fake group's work, whose future has the tensor that a real one's would have."""
+
+    def __init__(self, work: Any, x: Tensor) -> None:
+        self.work, self.x = work, x
+
+    def wait(self, *args: Any) -> Any:
+        return self.work.wait(*args)
+
+    def get_future(self) -> Any:
+        self.work.wait()
+        future: Any = torch.futures.Future()
+        future.set_result([self.x])
+        return future
+
+
+def futures_with_tensors() -> Any:
+    """Inside, futures of dist.all_reduce have results on fake groups too: comm hooks read them."""
+    theirs = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = theirs(tensor, *args, **kwargs)
+        return None if work is None else _Handle(work, tensor)
+
+    return replaced_in_dist({"all_reduce": all_reduce})

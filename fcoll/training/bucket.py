@@ -125,7 +125,7 @@ class DenseBucket:
             if grad is None:
                 view.zero_()
                 continue
-            if grad is view or (share and grad.data_ptr() == view.data_ptr() != 0):
+            if grad is view or (share and _torch.same_memory(grad, view)):
                 here.append(view)
                 continue
             if grad.dtype is not (dtype or view.dtype) or grad.layout is not torch.strided:
@@ -162,7 +162,7 @@ class DenseBucket:
 
     def spread(self, result: Tensor, share: bool, keep: Sequence[bool]) -> None:
         """Give each parameter its part of the result; where ``keep``, its gradient stays."""
-        own = result.data_ptr() == self.buffer.data_ptr()
+        own = _torch.same_memory(result, self.buffer)
         views = self.views if own else self.views_of(result)
         if share and not own:
             _torch.copy_into(self.views, views)
@@ -174,7 +174,7 @@ class DenseBucket:
             if share:
                 if grad is None:
                     p.grad = inside
-                elif grad is not inside and grad.data_ptr() != inside.data_ptr():
+                elif not _torch.same_memory(grad, inside):
                     raise BadGradient(want="a view of its bucket", got="another tensor", hint=_VIEW)
             elif grad is None:
                 p.grad = torch.empty_strided(

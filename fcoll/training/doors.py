@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that take a reducer or its logger: they know ours as well.
+"""Names of torch.distributed that take a reducer or its logger: they know ours as well.
 
 torch's are C++ and take torch's only. Once a reducer of ours is made, those names pass calls with
 ours to ours; all others go where they went.
@@ -6,14 +6,38 @@ ours to ours; all others go where they went.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from fcoll.training import _torch
 
 Theirs = Callable[..., Any]
 _doors: dict[str, Callable[[Theirs], Any]] = {}
-_open = False
+
+
+class Door(type):
+    """The type of a class in place of one of torch's: calling it makes one of theirs or of ours,
+    and both are its instances."""
+
+    theirs: type
+    ours: type
+    pick: Callable[..., bool]  # ours, by the arguments?
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return (cls.ours if cls.pick(*args) else cls.theirs)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (cls.theirs, cls.ours))
+
+
+def door_to(theirs: Any, ours: type, pick: Callable[..., bool]) -> Any:
+    """A class that is one of the two by its arguments."""
+    facts = {"theirs": theirs, "ours": ours, "pick": staticmethod(pick), "__doc__": theirs.__doc__}
+    return Door(theirs.__name__, (), facts)
 
 
 def door(name: str) -> Callable[[Callable[[Theirs], Any]], Callable[[Theirs], Any]]:
@@ -28,8 +52,30 @@ def door(name: str) -> Callable[[Callable[[Theirs], Any]], Callable[[Theirs], An
 
 def open_doors() -> None:
     """Once in a process."""
-    global _open
-    if not _open:
-        _open = True
-        for name, make in _doors.items():
-            _torch.replace(name, make)
+    while _doors:
+        name, make = _doors.popitem()
+        _torch.replace(name, make)
+
+
+# -- torch's DistributedDataParallel on our reducer, for some of its modules ---
+
+
+class _Serving(threading.local):
+    """Of this thread: are reducers to be ours? Simulated ranks are threads that decide alone."""
+
+    ours = False
+
+
+_serving = _Serving()
+
+
+@contextmanager
+def serving(ours: type) -> Iterator[None]:
+    """Inside, on this thread, ``torch.distributed.Reducer(...)`` makes one of ours."""
+    if dist.Reducer is not ours and not isinstance(dist.Reducer, Door):
+        _torch.replace("Reducer", lambda theirs: door_to(theirs, ours, lambda *_: _serving.ours))
+    before, _serving.ours = _serving.ours, True
+    try:
+        yield
+    finally:
+        _serving.ours = before

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fcoll.training.assignment import compute_bucket_assignment_by_size
-from fcoll.training.doors import Theirs, door
+from fcoll.training.doors import Theirs, door, door_to
 from fcoll.training.reducer import Reducer
 from fcoll.training.verify import verify_params_across_processes
 
@@ -195,11 +195,8 @@ def _bytes(x: torch.Tensor) -> int:
 
 
 @door("Logger")
-def _logger(theirs: Theirs) -> Callable[..., Any]:
-    def make(reducer: Any) -> Any:
-        return Logger(reducer) if isinstance(reducer, Reducer) else theirs(reducer)
-
-    return make
+def _logger(theirs: Theirs) -> Any:
+    return door_to(theirs, Logger, lambda reducer=None: isinstance(reducer, Reducer))
 
 
 @door("_register_comm_hook")

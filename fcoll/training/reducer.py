@@ -292,7 +292,7 @@ class Reducer:
         before, self._unused = self._unused, not_reached(outputs, self._accumulators)
         if self.stats.iteration > 1:
             self.graph_is_static &= before == self._unused
-        if not self._unused:
+        if not self._unused and self.used is not None:
             warn_all_used()
 
     def _autograd_hook(self, index: int) -> None:
@@ -366,9 +366,16 @@ class Reducer:
                 if self._hook is None:
                     bucket.work = self.group.sum_(bucket.buffer)
                 else:
-                    bucket.work = self._hook(self._grad_bucket(index, bucket))
+                    bucket.work = self._run_hook(self._grad_bucket(index, bucket))
         except (RuntimeError, FcollError) as error:
             self._fail(error, index)
+
+    def _run_hook(self, bucket: GradBucket) -> Any:
+        assert self._hook is not None
+        if not _torch.is_fake(bucket.buffer()):
+            return self._hook(bucket)
+        with _torch.futures_with_tensors():
+            return self._hook(bucket)
 
     def _grad_bucket(self, index: int, b: Bucket) -> GradBucket:
         return GradBucket(index, len(self._buckets), b.buffer, b.params, b.sizes)

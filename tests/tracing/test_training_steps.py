@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
-from fcoll.errors import UntraceableDDP
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -207,47 +205,3 @@ def test_fully_shard_is_afterwards_what_it_was():
         for (p, value), now in zip(before, model.parameters(), strict=True):
             assert now is p and torch.equal(now.to_local(), value) and now.grad is None
         assert fcoll.trace(step, torch.ones(2, 8)).collectives == whole
-
-
-# -- torch's DDP ---
-
-
-def test_ddp_is_said_not_to_be_traced():
-    with fcoll.fake_world(dp=4):
-        model = DistributedDataParallel(nn.Linear(4, 4))
-
-        def step(x):
-            loss = model(x).sum()  # here
-            loss.backward()
-            return loss
-
-        here = step.__code__.co_firstlineno + 1
-        with pytest.raises(UntraceableDDP, match=r"fully_shard.*all_reduce") as raised:
-            fcoll.trace(step, torch.ones(2, 4))
-        assert f"test_training_steps.py:{here}," in str(raised.value)
-        with pytest.raises(UntraceableDDP):
-            fcoll.trace(lambda x: model(x).sum(), torch.ones(2, 4))  # whose backward we run
-        with pytest.raises(UntraceableDDP):
-            fcoll.trace(step, torch.ones(2, 4), mode="compiled")
-
-
-def test_ddp_on_meta_is_said_not_to_be_made():
-    with fcoll.fake_world(dp=4):
-        model = nn.Linear(4, 4, device="meta")
-        with pytest.raises(UntraceableDDP, match=r"test_training_steps.py:\d+"):
-            DistributedDataParallel(model)
-    assert "__init__" in vars(DistributedDataParallel)
-    assert DistributedDataParallel.__init__.__module__.startswith("torch.")
-
-
-def test_what_works_of_ddp_still_works():
-    """Its forward pass, and a backward pass that exchanges nothing."""
-    with fcoll.fake_world(dp=4):
-        model, other = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
-
-        def not_synced(x):
-            with other.no_sync():
-                other(x).sum().backward()
-
-        assert fcoll.trace(model, torch.ones(2, 4), mode="forward").collectives == ()
-        assert fcoll.trace(not_synced, torch.ones(2, 4)).collectives == ()

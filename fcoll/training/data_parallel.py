@@ -1,0 +1,245 @@
+"""DataParallel: a module whose gradients are averaged over a group, in eager and compiled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from fcoll.errors import BadCommHook, fail
+from fcoll.functions import all_reduce, broadcast, wait_tensor
+from fcoll.groups import GroupLike, resolve
+from fcoll.training.assignment import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    compute_bucket_assignment_by_size,
+)
+from fcoll.training.averaged import averaged
+from fcoll.training.doors import serving
+from fcoll.training.reducer import Reducer
+from fcoll.training.verify import verify_params_across_processes
+
+FunctionalHook = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of the forward and backward pass, of the messages, and of floating buffers.
+
+    Parameters, their gradients and the optimizer stay as they are.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+class DataParallel(DistributedDataParallel):
+    """Averages the gradients of a module over a group while the backward pass runs.
+
+    It is torch's DistributedDataParallel on :class:`fcoll.Reducer`: its options, ``no_sync()``,
+    ``join()``, ``register_comm_hook``, state dicts with the prefix ``module.``. Besides:
+
+    - ``torch.compile(..., fullgraph=True)`` takes it, alone or inside a step. Then the all-reduces
+      are functional collectives of the compiled backward, one for each bucket of ``bucket_cap_mb``
+      (the first of 1 MiB), wherever graphs are cut.
+    - ``group`` is anything that names a group.
+    - ``comm_hook`` is a function from the flat gradients of a bucket to the reduced ones, and
+      traces: ``lambda x: fcoll.all_reduce(x.bfloat16(), "avg", group).to(x.dtype)``.
+    - ``mixed_precision`` is a dtype, or a MixedPrecision; it runs on any device.
+    - ranks whose parameters differ all raise, with the parameter's name, before anything is sent.
+
+    Compiled, a parameter that the loss does not use gets the gradient zero; with
+    ``find_unused_parameters`` or ``static_graph`` it stays None, and each gradient is a message of
+    its own. All ranks must then take the same branches. Hooks of torch's kind and ``join()`` are
+    for eager.
+
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <torch...>
+    >>> model = fcoll.DataParallel(torch.nn.Linear(2, 2))
+    >>> model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    >>> bool((model.module.weight.grad == (n + 1) / 2).all())
+    True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: GroupLike = None,
+        *,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | None = None,
+        comm_hook: FunctionalHook | None = None,
+        init_sync: bool = True,
+        **options: Any,
+    ) -> None:
+        resolved = resolve(group)
+        if init_sync:
+            _verify(module, resolved.pg)
+        if not broadcast_buffers:
+            options[_NOT_SYNCED] = False
+        with serving(Reducer):
+            super().__init__(
+                module,
+                process_group=resolved.pg,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                bucket_cap_mb=bucket_cap_mb,
+                init_sync=init_sync,
+                **options,
+            )
+        self.group_name = resolved.name
+        self.mixed = _precision(mixed_precision)
+        self.comm_hook = comm_hook
+        self._eager_hook = False
+        self._carries = False
+        self._alone = find_unused_parameters or static_graph
+        cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+        self._compiled_buckets = self._planned(cap, cap if bucket_cap_mb else FIRST_BUCKET_BYTES)
+        if comm_hook is not None or self.mixed.reduce_dtype is not None:
+            self.reducer.register_functional_hook(self._reduce)
+        if self.mixed.buffer_dtype is not None:
+            _cast_buffers(module, self.mixed.buffer_dtype)
+
+    def _planned(self, cap: int, first: int) -> tuple[tuple[str, ...], ...]:
+        """The names of each bucket's parameters for a compiled step, those used last first."""
+        ignored = self.parameters_to_ignore
+        params = {
+            name: p
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and name not in ignored
+        }
+        names = list(params)[::-1]
+        if self._alone or not names:
+            return tuple((name,) for name in names)
+        tensors = [params[name] for name in names]
+        indices, _ = compute_bucket_assignment_by_size(tensors, [first, cap])
+        return tuple(tuple(names[i] for i in members) for members in indices)
+
+    # -- both ways --------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's, of this rank's inputs."""
+        if torch.compiler.is_compiling():
+            return self._compiled_forward(inputs, kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.mixed.param_dtype is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        return self._call(dict(self.module.named_parameters()), inputs, kwargs)
+
+    def _call(self, params: dict[str, Tensor], inputs: Any, kwargs: Any) -> Any:
+        """The module with these parameters, in the dtype of the forward pass."""
+        dtype = self.mixed.param_dtype
+        if dtype is not None:
+            params = {name: _cast(p, dtype) for name, p in params.items()}
+            inputs = tree_map_only(Tensor, lambda x: _cast(x, dtype), inputs)
+            kwargs = tree_map_only(Tensor, lambda x: _cast(x, dtype), kwargs)
+        return functional_call(self.module, params, inputs, kwargs)
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        """The mean of a bucket over the ranks, or what the hook makes of it."""
+        narrow = flat if self.mixed.reduce_dtype is None else flat.to(self.mixed.reduce_dtype)
+        if self.comm_hook is not None:
+            reduced = self.comm_hook(narrow)
+        else:
+            reduced = all_reduce(narrow, "avg", self.group_name)
+        return reduced if reduced.dtype == flat.dtype else wait_tensor(reduced).to(flat.dtype)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook(state, bucket) -> Future[Tensor]`` reduce the buckets, in eager."""
+        super().register_comm_hook(state, hook)
+        self._eager_hook = True
+
+    # -- compiled ---------------------------------------------------------------------------------
+
+    def _compiled_forward(self, inputs: Any, kwargs: Any) -> Any:
+        if self._eager_hook:
+            fail(
+                BadCommHook,
+                why="a communication hook with futures cannot be compiled",
+                hint="Pass comm_hook=, a function from tensor to tensor.",
+            )
+        params = dict(self.module.named_parameters())
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._sync_buffers_in_graph()
+            # the engine runs the node that was made last first, and the first bucket is to be first
+            for names in reversed(self._compiled_buckets):
+                given = [params[name] for name in names]
+                carried = [_taken_gradient(p) for p in given] if self._carries else []
+                synced = averaged(given, hook=self._reduce, carried=carried)
+                params.update(zip(names, synced, strict=True))
+            self._carries = False
+        elif torch.is_grad_enabled():
+            self._carries = True  # gradients of this rank alone, until the next message
+        return self._call(params, inputs, kwargs)
+
+    def _sync_buffers_in_graph(self) -> None:
+        """Rank 0's buffers on all ranks, a message for each dtype."""
+        if not self.forward_sync_buffers:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name, buffer in self.module.named_buffers():
+            if name not in self.parameters_to_ignore:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([b.reshape(-1) for b in buffers])
+                whole = wait_tensor(broadcast(flat, 0, self.group_name))
+                parts = whole.split([b.numel() for b in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape))
+
+
+# torch 2.13 renamed broadcast_buffers, which still goes but warns
+_NOT_SYNCED = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def _verify(module: nn.Module, pg: Any) -> None:
+    ignored: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+    if named:
+        names, params = zip(*named, strict=True)
+        verify_params_across_processes(pg, params, names=names)
+
+
+def _precision(given: Any) -> MixedPrecision:
+    if isinstance(given, torch.dtype):
+        return MixedPrecision(given, None, given)
+    if given is None:
+        return MixedPrecision()
+    return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
+
+
+def _taken_gradient(p: Tensor) -> Tensor:
+    """The gradient that a parameter has, which the next one will contain."""
+    grad = torch.zeros_like(p) if p.grad is None else p.grad
+    p.grad = None
+    return grad
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.to(dtype)
