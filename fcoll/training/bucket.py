@@ -139,7 +139,9 @@ class DenseBucket:
                 grads.append(grad)
         if to:
             _torch.copy_into(to, grads)
-        if scale != 1.0 and (to or here):
+        if scale != 1.0 and len(to) + len(here) == len(self.views):
+            self.buffer.mul_(scale)
+        elif scale != 1.0 and (to or here):
             _torch.scale_(to + here, scale)
         if share:
             for p, view in zip(self.params, self.views, strict=True):

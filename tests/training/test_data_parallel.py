@@ -111,7 +111,7 @@ def torchs_hooks(rank: int) -> dict[str, bool]:
         "wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(post_local)),
         "PowerSGD": (lambda: powerSGD.PowerSGDState(world, 1, 2), powerSGD.powerSGD_hook),
         "post-localSGD": (
-            lambda: post_localSGD.PostLocalSGDState(world, None, 2),
+            lambda: post_localSGD.PostLocalSGDState(world, world, 2),
             post_localSGD.post_localSGD_hook,
         ),
         "quantized": (lambda: world, quantization_hooks.quantization_pertensor_hook),
