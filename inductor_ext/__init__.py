@@ -21,6 +21,7 @@ __all__ = [
     "cuda",
     "install",
     "lowers",
+    "plans",
     "report",
     "requires_symmetric_memory",
     "table",
@@ -31,6 +32,7 @@ __all__ = [
 _LAZY = {
     "cuda": "inductor_ext.lower.cuda",
     "lowers": "inductor_ext.lower.registry:lowers",
+    "plans": "inductor_ext.passes.schedule:plans",
     "requires_symmetric_memory": "inductor_ext.lower.registry:requires_symmetric_memory",
     "report": "inductor_ext.lowered:report",
     "table": "inductor_ext.lowered:table",

@@ -6,8 +6,9 @@ arena takes no memory of the graph's, what blocks, and what a collective takes o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,26 @@ from inductor_ext.passes.choose import carrier_of
 from inductor_ext.prices import machine_for, network, us_over
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What the plan of a compiled graph is worth, by the prices that it was made with."""
+
+    scheduler: str
+    original_us: float  # in the program's own order
+    makespan_us: float
+    lower_bound_us: float
+    peak_bytes: int
+
+
+_planned: deque[Planned] = deque(maxlen=1000)
+
+
+def plans() -> list[Planned]:
+    """The plans of the graphs that this process has compiled, the last one last; of a graph from a
+    cache none is made."""
+    return list(_planned)
+
+
 def schedule(graph: Graph) -> list[str]:
     """Give a graph the order, and the buckets, of ``config.schedule``."""
     if config.schedule is None:
@@ -48,6 +69,7 @@ def schedule(graph: Graph) -> list[str]:
     except MissingSize as missing:
         return [f"left as it is: {missing}"]
     assert plan.graph_module is not None
+    _planned.append(Planned(**{f.name: getattr(plan, f.name) for f in fields(Planned)}))
     done = dict(_changes(graph, plan))
     apply_in_place(graph, plan.graph_module.graph, plan.order)
     for node in graph.nodes:
