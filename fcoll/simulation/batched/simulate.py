@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fcoll.errors import BadMesh
-from fcoll.simulation.batched import kernels, traced
+from fcoll.simulation.batched import _torch, kernels, traced
 from fcoll.simulation.batched.arguments import Given
 from fcoll.simulation.batched.refusals import explained
 from fcoll.simulation.batched.stage import Stage
@@ -86,21 +86,26 @@ class Simulated:
         given = Given.of(args, kwargs, self.in_dims, size)
         shape: list[Any] = []
 
-        def on_ranks(ranks: Tensor, *mapped: Tensor) -> tuple[Tensor, ...]:
+        def on_ranks(*mapped: Tensor) -> list[Tensor]:
             a, k, restore = given.filled(mapped)
             try:
                 leaves, spec = tree_flatten(self.fn(*a, **k))
             finally:
                 restore()
-            tensors = [isinstance(x, Tensor) for x in leaves]
-            shape[:] = [x for x in leaves if not isinstance(x, Tensor)], tensors, spec
-            return tuple(x for x in leaves if isinstance(x, Tensor))
+            shape[:] = leaves, spec
+            return [x for x in leaves if isinstance(x, Tensor)]
 
+        outs = iter(self._vmap(on_ranks, given, size))
+        leaves, spec = shape
+        return tree_unflatten([next(outs) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    def _vmap(self, on_ranks: Fn, given: Given, size: int) -> Any:
+        if not is_compiling():
+            return _torch.mapped(on_ranks, given.mapped, given.dims, size, self.randomness)
         ranks = torch.arange(size)  # so that there is something to map
-        in_dims = (0, *given.dims)
-        outs = torch.func.vmap(on_ranks, in_dims=in_dims, randomness=self.randomness)(
-            ranks, *given.mapped
+        mapped = torch.func.vmap(
+            lambda ranks, *xs: on_ranks(*xs),
+            in_dims=(0, *given.dims),
+            randomness=self.randomness,
         )
-        others, tensors, spec = shape
-        found, rest = iter(outs), iter(others)
-        return tree_unflatten([next(found) if t else next(rest) for t in tensors], spec)
+        return mapped(ranks, *given.mapped)

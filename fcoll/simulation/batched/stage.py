@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -54,27 +54,24 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
-        if self._world.mesh is None:
-            with self._world.entered():
-                pass
-        assert self._world.mesh is not None
-        return self._world.mesh
+        return self._world.make()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, this is the world of torch.distributed. At the end all is as it was."""
-        with ExitStack() as stack:
-            stack.enter_context(self._world.entered())
-            stack.enter_context(_torch.patched(_rank_of, self._meshes.add))
-            level, self.level = self.level, _torch.depth() + 1
-            active.append(self)
-            groups.resolvers.append(self.group_name)
-            try:
-                yield
-            finally:
-                groups.resolvers.pop()
-                active.pop()
-                self.level = level
+        leave = self._world.enter()
+        undo = _torch.patch(_rank_of, self._meshes.add)
+        level, self.level = self.level, _torch.depth() + 1
+        active.append(self)
+        groups.resolvers.append(self.group_name)
+        try:
+            yield
+        finally:
+            groups.resolvers.pop()
+            active.pop()
+            self.level = level
+            undo()
+            leave()
 
     # -- groups ---
 
