@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch  # noqa: F401  for the example
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -109,7 +109,7 @@ def on_each(mode: Any, read: Any) -> dict[int, Any]:
 
 def get_generator_seed_for_device_type(device_type: str) -> int | torch.SymInt:
     """The seed of a device's generator; an int of each rank if their seeds differ."""
-    module = torch.get_device_module(device_type)
+    module = torch if device_type == "cpu" else torch.get_device_module(device_type)
 
     def read() -> int:
         return int(module.get_rng_state()[:8].view(torch.int64).item())
