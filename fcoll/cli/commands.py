@@ -112,9 +112,12 @@ def _calibrate(args: argparse.Namespace) -> int:
     """Measure this machine (about a minute), so that --machine local predicts it."""
     from fcoll.profiling.calibrate import calibrate
 
-    path = Path(args.out) if args.out else machine_dir() / "local.toml"
+    name = "local-gloo.toml" if args.gloo else "local.toml"
+    path = Path(args.out) if args.out else machine_dir() / name
+    if args.gloo:
+        os.environ["FCOLL_NATIVE"] = "0"  # of the ranks that are started
     machine = calibrate(args.ranks, path, quiet=args.quiet, quick=args.quick)
-    one_shot_bytes = None if args.quick else _one_shot_bytes(args.ranks)
+    one_shot_bytes = None if args.quick or args.gloo else _one_shot_bytes(args.ranks)
     flops = ", ".join(f"{dtype} {1000 * x:.0f}" for dtype, x in machine.flops.items())
     small = {op: points[0][1] for op, points in machine.measured.items()}
     lines = [

@@ -265,6 +265,9 @@ def _schedule(command: argparse.ArgumentParser) -> None:
 def _calibrate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, default=2, help="local ranks (default 2)")
     command.add_argument("--quick", action="store_true", help="few sizes, one pass: rough")
+    command.add_argument(
+        "--gloo", action="store_true", help="collectives of gloo, for plans: local-gloo.toml"
+    )
     command.add_argument("--out", metavar="FILE", help="instead of ~/.config/fcoll/local.toml")
 
 

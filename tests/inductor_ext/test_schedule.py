@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fcoll
 import inductor_ext
 from fcoll.costs.machine import Machine
-from fcoll.errors import BadOption, UnknownMachine, UnknownScheduler
+from fcoll.errors import BadOption, PlanMismatch, UnknownMachine, UnknownScheduler
 from fcoll.graph.nodes import is_start, is_wait
 from fcoll.scheduling.registry import SCHEDULERS
 from fcoll.transport import shared_memory
@@ -337,3 +337,58 @@ def test_the_table_says_what_the_schedule_did():
         plan="a, b as one all_reduce",
     )
     assert "a, b as one all_reduce" in inductor_ext.table([entry])
+
+
+# -- ranks that compile different graphs ---
+
+
+def one_of_two(rank: int) -> list[str]:
+    """Ranks that compile different programs, then the same one, then load it from the cache."""
+
+    def program(op: str) -> Callable:
+        return lambda x, w: fcoll.all_reduce(x @ w, op, group) + 1
+
+    group = dist.new_group().group_name
+    x, w = normal(4, 4, rank=rank), normal(4, 4, rank=0)
+    said = []
+    with pytest.raises(PlanMismatch) as caught:
+        compiled(program("max" if rank else "sum"))(x, w)
+    said.append(str(caught.value))
+    for _ in range(2):  # compiled by both, then loaded by both
+        torch.compiler.reset()
+        want = fcoll.all_reduce(x @ w, "sum", group) + 1
+        torch.testing.assert_close(compiled(program("sum"))(x, w), want, rtol=0, atol=1e-6)
+    with pytest.raises(PlanMismatch) as caught:  # one loads, the other compiles something new
+        group = dist.new_group().group_name
+        compiled(program("min" if rank else "sum"))(x, w)
+    said.append(str(caught.value))
+    with no_graph_cache(compare=False):
+        codes = run_and_get_code(compiled(program("sum")), x, w)[1]
+    assert "fcoll_due" not in codes[0]
+    return said
+
+
+def test_ranks_that_compile_different_graphs(ranks2):
+    for first, second in ranks2.run(one_of_two, timeout=COMPILE_S):
+        assert "rank 0: all_reduce(sum)" in first and "rank 1: all_reduce(max)" in first
+        assert "test_schedule.py" in first
+        assert "rank 0: all_reduce(sum)" in second and "rank 1: all_reduce(min)" in second
+
+
+def in_cpp(rank: int) -> list[str]:
+    """The C++ wrapper compares by an op; and a DTensor program by the Python wrapper."""
+    group = dist.new_group().group_name
+    x, w = normal(4, 4, rank=rank), normal(4, 4, rank=0)
+    with torch._inductor.config.patch(cpp_wrapper=True), no_graph_cache(), torch.no_grad():
+        f = compiled(lambda x, w: fcoll.all_reduce(x @ w, "sum", group) @ w)
+        got, want = f(x, w), fcoll.all_reduce(x @ w, "sum", group) @ w
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(f(x, w), want, rtol=1e-5, atol=1e-5)
+        with pytest.raises(PlanMismatch) as caught:
+            compiled(lambda x, w: fcoll.all_reduce(x @ w, "max" if rank else "min", group))(x, w)
+    return [str(caught.value)]
+
+
+def test_the_cpp_wrapper_compares_too(ranks2):
+    for (said,) in ranks2.run(in_cpp, timeout=COMPILE_S):
+        assert "rank 0: all_reduce(min)" in said
