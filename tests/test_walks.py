@@ -189,6 +189,8 @@ def test_trace_to_report():
         shown = text.render(timeline(trace))
         sys.setprofile(None)
     program = {f for f in found if re.match(r"(functions|eager/|table/|transport/)", f)}
-    walk = found - program
+    # torch's DDP is made ready to be traced, and a report asks the planner for advice: read apart
+    apart = {f for f in found if re.match(r"(tracing/ddp|training/|scheduling/(plann|regis))", f)}
+    walk = found - program - apart
     assert "all_reduce" in shown and "report/text.py" in walk
-    assert len(walk) <= 15, "\n".join(sorted(walk))
+    assert len(walk) <= 17, "\n".join(sorted(walk))
