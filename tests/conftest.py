@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from fcoll.transport.native import build
 
@@ -84,7 +85,8 @@ def no_process_group_left() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """What Inductor compiles is shared by the tests and ranks of a session, and by no other,
     unless TORCHINDUCTOR_CACHE_DIR is set."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # Importing fcoll imports Dynamo, which sets it to torch's default where it is not set.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         folder = tempfile.mkdtemp(prefix="fcoll-inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
