@@ -99,7 +99,8 @@ def by_name(name: str) -> Group:
         return known[1]
     desc = pg.group_desc
     axis = desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
-    label, serves = axis or desc or name, _torch.device_types(pg)
+    label = axis or (str(list(_torch.group_ranks(pg))) if desc in ("", "undefined") else desc)
+    serves = _torch.device_types(pg)
     made = Group(name, _torch.group_ranks(pg), pg.rank(), axis, label, serves)
     _known[name] = (weakref.ref(pg), made)
     return made

@@ -19,15 +19,17 @@ import torch
 
 from fcoll.graph.agreement import calls_by_group, compare
 from fcoll.graph.issued import collectives_of
+from fcoll.graph.nodes import has_named_group
 from fcoll.groups import by_name
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 
 
 def card_of(module: torch.fx.GraphModule) -> str:
-    """What a graph issues on its groups, as text that may stand in code of any language."""
-    calls = collectives_of(module)
+    """What a graph issues on its groups, as text that may stand in code of any language. Groups
+    that are values of the graph are not known before it runs: nothing is said of them."""
     nodes = {node.name: node for node in module.graph.nodes}
+    calls = [c for c in collectives_of(module) if has_named_group(nodes[c.start])]
     how = {c.start: _how(nodes[c.start]) for c in calls}
     settings = hashlib.sha256(repr(config.key()).encode()).hexdigest()
     plain = json.dumps([calls_by_group(calls, how), settings])

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.graph.issued import Issued
-from fcoll.graph.nodes import arguments, is_start, is_wait, row_of_node
+from fcoll.graph.nodes import arguments, has_named_group, is_start, is_wait, row_of_node
 from fcoll.scheduling.rewrite import Rewrite
 from fcoll.scheduling.runtime import CollectivePrice
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
@@ -154,7 +154,7 @@ def _sent(node: Node) -> int:
 def _key(node: Node, waits: dict[Any, Node]) -> Any:
     """What must be equal in collectives that are sent together; None if it is sent alone."""
     row = row_of_node(node)
-    if row not in MERGED or list(node.users) != [waits.get(node)]:
+    if row not in MERGED or list(node.users) != [waits.get(node)] or not has_named_group(node):
         return None
     given = arguments(node)
     val = node.all_input_nodes[0].meta.get("val")

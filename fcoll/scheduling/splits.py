@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fcoll.costs.machine import Machine
-from fcoll.graph.nodes import arguments, is_start, is_wait, waits_of
+from fcoll.graph.nodes import arguments, has_named_group, is_start, is_wait, waits_of
 from fcoll.scheduling.chunks import (
     WHOLE,
     Recipe,
@@ -78,7 +78,7 @@ class Growth:
         """The members of all splits around these collectives, with their blocks."""
         wanted = set(starts)
         for node in self.nodes:
-            if node.name in wanted and is_start(node):
+            if node.name in wanted and is_start(node) and has_named_group(node):
                 waits = waits_of(node)
                 if len(waits) == 1 and list(node.users) == waits:
                     self.seeds[node] = waits[0]

@@ -89,7 +89,7 @@ def disagree(rank: int, names: list[str]) -> dict[str, tuple[str, str]]:
     seen = {}
     for name in names:
         group = dist.new_group([0, 1])
-        with no_graph_cache(merge_bytes=0):
+        with no_graph_cache(merge_bytes=0, compare=False):  # else they find out before they start
             try:
                 MISTAKES[name][0](rank, group)
                 seen[name] = ("nothing", "")
