@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,9 +21,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor.debug as dtensor_debug
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -294,3 +298,79 @@ def add_kernel(namespace: str, name: str, key: str, kernel: Callable[..., Any]) 
 def as_dtypes(given: Sequence[Any]) -> Sequence[torch.dtype | None]:
     """dtypes, which reach a kernel as numbers when they are in a list."""
     return symmetric_memory._maybe_convert_scalar_types_to_dtypes(list(given))
+
+
+# -- worlds ---
+
+# The tables that torch.distributed keeps its groups in.
+WORLD_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+)
+
+
+@contextmanager
+def fresh_world() -> Iterator[None]:
+    """torch.distributed as in a new process; what was there comes back at the end."""
+    world = c10d._world
+    tables = {name: getattr(c10d, name) for name in WORLD_TABLES}
+    count, default, state = c10d._group_count, world.default_pg, dict(vars(world))
+    names = dict(c10d._pg_names)
+    _register(names, on=False)
+    vars(c10d).update({name: {} for name in WORLD_TABLES}, _group_count=0)
+    world._pg_coalesce_state, world._comms = {}, []
+    c10d._update_default_pg(None)
+    _forget_meshes()
+    try:
+        yield
+    finally:
+        _register(dict(c10d._pg_names), on=False)
+        vars(c10d).update(tables, _group_count=count)
+        c10d._update_default_pg(default)
+        vars(world).update(state)
+        _register(names, on=True)
+        _forget_meshes()
+
+
+def _register(names: dict[dist.ProcessGroup, str], on: bool) -> None:
+    for pg, name in names.items():
+        if on:
+            c10d._register_process_group(name, pg)
+        else:
+            c10d._unregister_process_group(name)
+
+
+def _forget_meshes() -> None:
+    """DTensor's caches hold meshes, equal meshes of other ranks are equal keys: forget them."""
+    dtensor_debug._clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:
+    """A group that communicates nothing. The first one made is the default group."""
+    default = c10d._world.default_pg is None
+    pg, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        [] if default else list(ranks),
+        c10d.Backend("fake"),
+        FakeStore(),
+        c10d.GroupName(name),
+        timeout=timedelta(minutes=1),
+        group_desc=desc,
+    )
+    c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks)}
+    if default:
+        c10d._update_default_pg(pg)
+    return pg
+
+
+def mesh_of_groups(
+    ranks: torch.Tensor, axes: tuple[str, ...], groups: list[dist.ProcessGroup], device: str
+) -> DeviceMesh:
+    """The mesh whose axes have these groups. Made so, it takes no time for each other group."""
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)

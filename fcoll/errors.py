@@ -313,6 +313,14 @@ def _class_of_both(kind: type[BaseException]) -> type[RankFailed]:
         return RankFailed
 
 
+class NotOnSimulatedRanks(FcollError, RuntimeError):
+    template = "{what} does not work on simulated ranks{at}. {hint}"
+
+
+class NoValues(FcollError, RuntimeError):
+    template = "{what} has no values{at}. {hint}"
+
+
 class RanksTimeout(FcollError, RuntimeError):
     template = (
         "the simulated ranks did not end in {seconds} s: {ranks} was running{at}. Pass a larger "

@@ -70,6 +70,12 @@ def is_simulated(pg: dist.ProcessGroup) -> bool:
     return getattr(pg, "simulated", False)
 
 
+def on_simulated_rank() -> bool:
+    """Is this the thread of a simulated rank?"""
+    world = dist.group.WORLD if dist.is_available() else None
+    return world is not None and is_simulated(world)
+
+
 # name -> (weak reference to the group it was made from, Group). Weak, so that a destroyed group
 # goes away, and compared, because torch gives the names of destroyed groups to new ones.
 _known: dict[str, tuple[weakref.ref, Group]] = {}

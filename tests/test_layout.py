@@ -20,7 +20,7 @@ LAYERS = (
     ("transport",),
     ("table",),
     ("eager", "graph", "costs"),
-    ("functions", "tracing", "scheduling"),
+    ("functions", "tracing", "scheduling", "simulation"),
     (
         "compat",
         "dist",
@@ -30,7 +30,6 @@ LAYERS = (
         "profiling",
         "report",
         "training",
-        "simulation",
     ),
     ("__init__",),
     ("cli",),  # and __main__, which is `python -m fcoll`

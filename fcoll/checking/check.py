@@ -17,6 +17,7 @@ from typing import Any
 
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import origins_of
+from fcoll.checking.values import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, FcollError
 from fcoll.graph.issued import Issued, describe
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
@@ -33,11 +34,12 @@ class Finding:
     """Something that is no mismatch but is most likely a mistake."""
 
     rank: int
-    call: Issued
+    call: Issued | None  # None: a finding about values
     what: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {describe(self.call)} {self.what}"
+        who = f"{describe(self.call)} " if self.call is not None else ""
+        return f"rank {self.rank}: {who}{self.what}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Checked:
     calls: int  # of all traced ranks
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()  # on sizes and decisions that only a run knows
+    values: int = 0  # simulated ranks that it ran on afterwards
 
     @property
     def ok(self) -> bool:
@@ -68,6 +71,10 @@ class Checked:
                 f"traced: {', '.join(map(str, self.ranks_traced))}; the others are taken to do as "
                 "those first, second, in the middle and last along each axis"
             )
+        if self.values:
+            finite = all(f.call is not None for f in self.findings)
+            end = ", all results are finite" if finite else ""
+            lines.append(f"values: ran on {self.values} simulated ranks{end}")
         return "\n".join([*lines, *map(str, self.findings), *self.notes])
 
 
@@ -77,6 +84,7 @@ def check(
     *,
     mode: str = "joint",
     ranks: Iterable[int] | None = None,
+    values: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checked:
     """Prove that a program's collectives match on all ranks, or raise CollectiveMismatch.
@@ -86,6 +94,11 @@ def check(
     each axis the second and the middle one; and whoever they exchange messages with. ``ranks``
     names others. Where a trace takes long, other processes, forked from this one, trace a part of
     the ranks. ``progress(done, of)`` is called after every trace.
+
+    ``values=True`` then runs the program on simulated ranks, up to 64, all of them, with the real
+    small tensors that ``build`` makes: forward and, as in the trace, backward. What a rank raises
+    is raised as ``RankFailed``, ranks that wait for one another as ``Deadlock``; results and
+    gradients that are not finite are findings.
 
     >>> def build(mesh):
     ...     return lambda x: fcoll.all_reduce(x, "sum", mesh), (torch.ones(mesh.get_rank() + 1),)
@@ -99,6 +112,8 @@ def check(
     for rank in chosen:
         if not 0 <= rank < size:
             raise BadMesh(what=f"rank {rank} of {size}", hint="Ranks count from 0.")
+    if values:
+        check_size(axes)
     programs: dict[int, Program] = {}
     tracer = Tracer(partial(_program, build, axes, mode=mode))
     todo = list(chosen)
@@ -114,13 +129,18 @@ def check(
     transfers_meet(programs, known)
     no_deadlock(programs)
     traces = itertools.chain.from_iterable(p.notes for p in programs.values())
+    ran = run_on_ranks(build, axes, mode, progress) if values else Ran()
     return Checked(
         mesh=axes,
         ranks_traced=tuple(sorted(programs)),
         groups=groups,
         calls=sum(len(p.calls) for p in programs.values()),
-        findings=tuple(f for _, p in sorted(programs.items()) for f in p.findings),
-        notes=tuple(dict.fromkeys([*known.notes, *traces])),
+        findings=(
+            *(f for _, p in sorted(programs.items()) for f in p.findings),
+            *(Finding(rank, None, what) for rank, what in ran.not_finite),
+        ),
+        notes=tuple(dict.fromkeys([*known.notes, *traces, *ran.notes])),
+        values=ran.ranks,
     )
 
 

@@ -27,13 +27,14 @@ from fcoll.cli import demos, programs
 from fcoll.cli.parser import parser
 from fcoll.costs.machine import Machine, machine_dir, presets
 from fcoll.costs.model import number
-from fcoll.errors import BadMesh, BadOption, CollectiveMismatch, FcollError, NotWritable
+from fcoll.errors import BadMesh, BadOption, CollectiveMismatch, FcollError, NotWritable, RankFailed
 from fcoll.plugins import plugin
 from fcoll.scheduling.timeline import Timeline
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.tracing._torch import FAKE_TENSOR_LOG
 
 FINE, FOUND, FAILED = 0, 1, 2
+PROGRESS_S = 5.0  # between lines that say how far it is
 
 # -- commands ---
 
@@ -96,14 +97,16 @@ def _check(args: argparse.Namespace) -> int:
         raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh dp=4,tp=2.")
     build = _build_of(args)
     try:
-        with _progress("tracing the ranks", args), redirect_stdout(sys.stderr):
-            result = check(build, mesh=args.mesh)
-    except CollectiveMismatch as mismatch:
+        what = "tracing the ranks, then running them" if args.values else "tracing the ranks"
+        with _progress(what, args) as tell, redirect_stdout(sys.stderr):
+            progress = _now_and_then(tell)
+            result = check(build, mesh=args.mesh, values=args.values, progress=progress)
+    except (CollectiveMismatch, RankFailed) as mismatch:
         text = str(mismatch)
         _print(args, {"ok": False, "error": text}, lambda: text)
         return FOUND
     found = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced)}
-    found |= {"notes": list(result.notes), "text": str(result)}
+    found |= {"notes": list(result.notes), "values": result.values, "text": str(result)}
     _print(args, found, lambda: str(result))
     return FINE if result.ok else FOUND
 
@@ -379,6 +382,19 @@ def _progress(what: str, args: argparse.Namespace) -> Iterator[Callable[[str], N
     finally:
         if not args.quiet and terminal:
             print(f"\r\x1b[Kfcoll: {what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+
+
+def _now_and_then(tell: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Tells how many ranks are done, if it takes long."""
+    last = time.perf_counter()
+
+    def progress(done: int, of: int) -> None:
+        nonlocal last
+        if time.perf_counter() - last > PROGRESS_S:
+            last = time.perf_counter()
+            tell(f"{done} of {of}")
+
+    return progress
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

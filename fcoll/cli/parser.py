@@ -113,6 +113,7 @@ examples:
 examples:
   fcoll check --demo llama3-8b --mesh dp=128,tp=8
   fcoll check train.py:build --mesh pp=4,dp=2         # exit code 1 and the two lines if not
+  fcoll check train.py:build --mesh dp=2,tp=2 --values  # and run it, small, on simulated ranks
 """,
     "scale": """
 examples:
@@ -182,6 +183,12 @@ def _program(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mesh", type=_mesh, metavar="dp=4,tp=2", help="axes of the world and their sizes"
     )
+
+
+def _check(command: argparse.ArgumentParser) -> None:
+    _program(command)
+    values = "then run it on simulated ranks (up to 64): build must make small real tensors"
+    command.add_argument("--values", action="store_true", help=values)
 
 
 def _priced(command: argparse.ArgumentParser) -> None:
@@ -285,7 +292,7 @@ def _machines(command: argparse.ArgumentParser) -> None:
 
 _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "report": _report,
-    "check": _program,
+    "check": _check,
     "scale": _scale,
     "timeline": _timeline,
     "schedule": _schedule,

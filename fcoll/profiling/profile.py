@@ -14,6 +14,7 @@ from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.errors import NotCalibrated
 from fcoll.profiling.timers import Call, timers
+from fcoll.simulation.baton import this_rank
 from fcoll.units import show_bytes, table
 
 __all__ = ["Measured", "Profile", "profile"]
@@ -56,13 +57,16 @@ class Profile:
     def __init__(self, machine: Machine | str | Path | None = None) -> None:
         self.calls: list[Call] = []
         self.wall_us = 0.0
-        self.machine, self.note = _machine(machine)
+        self.machine, self._machine_note = _machine(machine)
+        self.note = self._machine_note
         self._entered: float | None = None
 
     def __enter__(self) -> Profile:
         if self._entered is not None:
             raise RuntimeError("this profile is in use: make another with fcoll.profile()")
         timers.listen(self.calls)
+        if this_rank() is not None:
+            self.note = f"simulated ranks take turns, which are in the times; {self._machine_note}"
         self._entered = perf_counter()
         return self
 

@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from fcoll.eager.async_tensor import AsyncCollectiveTensor
 from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
 from fcoll.profiling import _torch
+from fcoll.profiling.simulated import METHODS
+from fcoll.simulation.baton import this_rank
+from fcoll.simulation.group import SimulatedGroup
+from fcoll.simulation.work import SimulatedWork
 from fcoll.source import is_library, is_own_or_torchs, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -58,10 +63,15 @@ class Call:
         return self.start_us + self.wait_us
 
 
+PROCESS = 0  # the owner that is no simulated rank
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         # in a timed call, as all that fcoll's own thread does
         self.inside = threading.current_thread().name == messages.THREAD
+        # simulated ranks hear of their own calls, the process's own threads of all
+        self.owner = PROCESS if this_rank() is None else threading.get_ident()
 
 
 # What compiled graphs call: (own, collective, reduce op, group, dim); collect has announce's token.
@@ -71,27 +81,29 @@ Describe = Callable[[Any, Any, Any], tuple[str, str, int, str]]  # -> op, group,
 
 
 class Timers:
-    """Installed while there are listeners; each is a list that calls are appended to."""
+    """Installed while there are listeners; each is a list that calls are appended to: those of all
+    threads, or, if a simulated rank listens, its own."""
 
     def __init__(self) -> None:
-        self.listeners: list[list[Call]] = []
+        self.listeners: list[tuple[list[Call], int]] = []  # and their owners
         self._lock = threading.RLock()
         self._installed = ExitStack()
         self._thread = _Thread()
         self._pending: dict[int, Call] = {}  # by the storage that is waited for
         self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
-        self._forward: dict[int, str] = {}  # number of an autograd node -> the line that made it
+        # owner -> number of an autograd node, which each thread counts -> the line that made it
+        self._forward: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._lines = _Lines()
 
     def listen(self, calls: list[Call]) -> None:
         with self._lock:
             if not self.listeners:
                 self._install()
-            self.listeners.append(calls)
+            self.listeners.append((calls, self._thread.owner))
 
     def leave(self, calls: list[Call]) -> None:
         with self._lock:
-            self.listeners = [x for x in self.listeners if x is not calls]
+            self.listeners = [x for x in self.listeners if x[0] is not calls]
             if not self.listeners:
                 self._installed.close()
                 for state in (self._pending, self._works, self._forward):
@@ -104,7 +116,10 @@ class Timers:
             self._ops(stack)
             self._patch(stack, door, "start_eager", self._of_start)
             self._patch(stack, direct, "run", self._of_run)
-            self._patch(stack, dist.Work, "wait", self._work_waits)
+            for kind in (dist.Work, SimulatedWork):
+                self._patch(stack, kind, "wait", self._work_waits)
+            for name, row_name in METHODS.items():
+                self._patch(stack, SimulatedGroup, name, self._of_method(row_name))
             if build.loaded():
                 self._native(stack)
             else:
@@ -191,6 +206,14 @@ class Timers:
 
         return lambda *args: self._time(run, args, {}, describe, "op")
 
+    def _of_method(self, row: str) -> Callable[[Any], Any]:
+        """Around a method of a simulated group."""
+
+        def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+            return row, args[0].group_name, *_size((*args[1:], *kwargs.values()), None)
+
+        return lambda run: lambda *args, **kwargs: self._time(run, args, kwargs, describe, "c10d")
+
     def _time(self, run: Any, args: Any, kwargs: Any, describe: Describe, way: str) -> Any:
         thread = self._thread
         if thread.inside:
@@ -258,14 +281,15 @@ class Timers:
         self, what: tuple[str, str, int, str], way: str, us: float, out: Any, args: Any, node: int
     ) -> None:
         op, name, nbytes, dtype = what
-        source, phase = self._lines.here(self._forward)
+        forward = self._forward[self._thread.owner]
+        source, phase = self._lines.here(forward)
         call = Call(op, by_name(name), nbytes, dtype, phase, way, source, us)
         self._tell(call)
         if phase == "fwd" and any(x.requires_grad for x in _tensors(args)):
             # above autograd the call makes the next node, below it the last one is the call's
-            self._forward[node] = self._forward[node + 1] = source
+            forward[node] = forward[node + 1] = source
         if way == "c10d":
-            work = tracing_torch.work_of(out)
+            work = out if isinstance(out, dist.Work) else tracing_torch.work_of(out)
             if work is not None:
                 self._hold(work, call)
         elif way == "compiled" or fcoll_torch.work_registry_size():
@@ -279,8 +303,9 @@ class Timers:
         self._works[id(work)] = work, call
 
     def _tell(self, call: Call) -> None:
-        for calls in self.listeners:
-            calls.append(call)
+        for calls, owner in self.listeners:
+            if owner in (PROCESS, self._thread.owner):
+                calls.append(call)
 
 
 def _waited(call: Call, begin: int, end: int) -> None:

@@ -99,3 +99,8 @@ def replaced(name: str) -> list[Any]:
 
 def caller_is(code: Any, depth: int) -> bool:
     return sys._getframe(depth + 1).f_code is code
+
+
+def is_faking() -> bool:
+    """Does this thread run on fake tensors, as a trace does?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import BadOutput, GroupDestroyed, MismatchedLists, NotInGroup
+from fcoll.errors import BadOutput, GroupDestroyed, MismatchedLists, NotInGroup, NoValues
 from fcoll.reductions import PREMUL_SUM, parse, premul_factor
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
@@ -25,6 +25,9 @@ from fcoll.simulation.moves import Part
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import user_site
 from fcoll.transport.protocol import Then
+
+# what the ranks of a group to be wait for one another in
+MAKE_GROUPS = ("new_group", "init_process_group", "split_group")
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -124,6 +127,8 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> SimulatedWork:
         """Bring this rank's part to the group's next collective."""
         owner = self._check_owner(op)
+        if op not in MAKE_GROUPS:
+            _check_values(op, [*part.ins, *part.outs])
         call = Call(op, tuple(facts), self.channel.label, user_site(), signature)
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
@@ -142,6 +147,7 @@ class SimulatedGroup(dist.ProcessGroup):
         """Post one end of a message; ``peer`` is a rank of the group, or ANY."""
         op = "send" if sends else "recv"
         owner = self._check_owner(op)
+        _check_values(op, [buf])
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
@@ -315,6 +321,17 @@ class SimulatedGroup(dist.ProcessGroup):
             )
             raise MismatchedLists(op="all_to_all_single", why=why, hint="Give one for each rank.")
         return list(x.split(list(splits)))
+
+
+def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
+    """Ranks exchange values: a call that is traced, or of meta tensors, would be made in earnest
+    and give nothing."""
+    if _torch.is_faking() or any(x.is_meta for x in tensors):
+        hint = (
+            "Simulated ranks exchange real tensors. To trace calls of torch.distributed, use "
+            "fcoll.fake_world outside simulate_ranks; fcoll's and functional ones are traced here."
+        )
+        raise NoValues(what=f"{op} of fake or meta tensors", hint=hint)
 
 
 def _plain(tensors: Any) -> list[Tensor]:

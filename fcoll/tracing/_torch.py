@@ -6,14 +6,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.tensor.debug as dtensor_debug
 from torch._C._distributed_c10d import FakeWork
 from torch._dynamo.decorators import skip as dynamo_skip
 from torch._guards import TracingContext
@@ -26,12 +24,10 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import (
@@ -41,82 +37,6 @@ from torch.utils._pytree import tree_iter
 
 from fcoll._torch import op_name as op_name
 from fcoll.graph._torch import call_arguments as call_arguments
-
-# -- worlds ---
-
-# The tables that torch.distributed keeps its groups in.
-_TABLES = (
-    "_pg_map",
-    "_pg_names",
-    "_pg_group_ranks",
-    "_pg_backend_config",
-    "_tags_to_pg",
-    "_pg_to_tag",
-)
-
-
-@contextmanager
-def fresh_world() -> Iterator[None]:
-    """torch.distributed as in a new process; what was there comes back at the end."""
-    world = c10d._world
-    tables = {name: getattr(c10d, name) for name in _TABLES}
-    count, default, state = c10d._group_count, world.default_pg, dict(vars(world))
-    names = dict(c10d._pg_names)
-    _register(names, on=False)
-    vars(c10d).update({name: {} for name in _TABLES}, _group_count=0)
-    world._pg_coalesce_state, world._comms = {}, []
-    c10d._update_default_pg(None)
-    _forget_meshes()
-    try:
-        yield
-    finally:
-        _register(dict(c10d._pg_names), on=False)
-        vars(c10d).update(tables, _group_count=count)
-        c10d._update_default_pg(default)
-        vars(world).update(state)
-        _register(names, on=True)
-        _forget_meshes()
-
-
-def _register(names: dict[dist.ProcessGroup, str], on: bool) -> None:
-    for pg, name in names.items():
-        if on:
-            c10d._register_process_group(name, pg)
-        else:
-            c10d._unregister_process_group(name)
-
-
-def _forget_meshes() -> None:
-    """DTensor's caches hold meshes, equal meshes of other ranks are equal keys: forget them."""
-    dtensor_debug._clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-
-
-def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:
-    """A group that communicates nothing. The first one made is the default group."""
-    default = c10d._world.default_pg is None
-    pg, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank),
-        [] if default else list(ranks),
-        c10d.Backend("fake"),
-        FakeStore(),
-        c10d.GroupName(name),
-        timeout=timedelta(minutes=1),
-        group_desc=desc,
-    )
-    c10d._world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks)}
-    if default:
-        c10d._update_default_pg(pg)
-    return pg
-
-
-def mesh_of_groups(
-    ranks: torch.Tensor, axes: tuple[str, ...], groups: list[dist.ProcessGroup], device: str
-) -> DeviceMesh:
-    """The mesh whose axes have these groups. Made so, it takes no time for each other group."""
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)
-
 
 # -- in place of what is there ---
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll.errors import BadMesh
-from fcoll.tracing import _torch, ddp
+from fcoll import _torch
+from fcoll.errors import BadMesh, NotOnSimulatedRanks
+from fcoll.groups import on_simulated_rank
+from fcoll.tracing import ddp
 
 _active: list[fake_world] = []
 
@@ -38,6 +40,9 @@ class fake_world:
             raise BadMesh(what=f"rank {rank} of {self.size}", hint="Ranks count from 0.")
 
     def __enter__(self) -> DeviceMesh:
+        if on_simulated_rank():
+            hint = "Make it outside fcoll.simulate_ranks: a fake world is the whole process's."
+            raise NotOnSimulatedRanks(what="fcoll.fake_world", hint=hint)
         with ExitStack() as stack:
             stack.enter_context(_torch.fresh_world())
             stack.enter_context(ddp.made())

@@ -319,12 +319,12 @@ def _run(fn: Any, args: Any, kwargs: Any, mode: str, recorder: Recorder) -> Any:
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
                 out = compiled(fn, recorder)(*args, **kwargs)
                 if not recorder.ran_backward:
-                    _backward(out)
+                    backward_of(out)
             return out
         with recorder.listening():
             out = fn(*args, **kwargs)
             if mode == "joint" and not recorder.ran_backward:
-                _backward(out)
+                backward_of(out)
     return out
 
 
@@ -332,7 +332,7 @@ def _names(tensors: Any) -> dict[int, str]:
     return {id(part): name for x, name in tensors for part in parts_of(x)}
 
 
-def _backward(out: Any) -> None:
+def backward_of(out: Any) -> None:
     """Run the backward pass of all results that have one."""
     results = [x for x in tree_iter(out) if isinstance(x, Tensor) and x.grad_fn is not None]
     local = [x.to_local() if hasattr(x, "to_local") else x for x in results]

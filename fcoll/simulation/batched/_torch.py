@@ -25,8 +25,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
 from fcoll.source import is_library
-from fcoll.tracing._torch import fake_group, fresh_world, mesh_of_groups
 
 # -- levels of vmap ---
 
@@ -138,16 +138,6 @@ def mapped(
 
 # -- the world that a simulated program sees ---
 
-# The tables that torch.distributed keeps its groups in.
-_TABLES = (
-    "_pg_map",
-    "_pg_names",
-    "_pg_group_ranks",
-    "_pg_backend_config",
-    "_tags_to_pg",
-    "_pg_to_tag",
-)
-
 
 class World:
     """torch.distributed as rank 0 of a mesh of fake groups; made once, entered many times.
@@ -166,7 +156,7 @@ class World:
         if self.mesh is None:
             with fresh_world():
                 self.mesh = self._made()
-                self.tables = {t: getattr(c10d, t) for t in _TABLES}
+                self.tables = {t: getattr(c10d, t) for t in WORLD_TABLES}
                 self.default, self.count = c10d._world.default_pg, c10d._group_count
             for pg, name in self.tables["_pg_names"].items():
                 c10d._register_process_group(name, pg)
@@ -177,7 +167,7 @@ class World:
         """Put this world in the place of the one that is there; returns what undoes it."""
         self.make()
         world, here = c10d._world, vars(c10d)
-        before = {t: here[t] for t in (*_TABLES, "_group_count")}
+        before = {t: here[t] for t in (*WORLD_TABLES, "_group_count")}
         default, state = world.default_pg, dict(vars(world))
         _unregister(before["_pg_names"])
         here.update({t: dict(table) for t, table in self.tables.items()}, _group_count=self.count)

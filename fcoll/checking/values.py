@@ -1,0 +1,129 @@
+"""A small program run on simulated ranks, with values: what no trace can see."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from fcoll.errors import BadMesh, NoValues, RankFailed
+from fcoll.simulation.ranks import simulate_ranks
+from fcoll.tracing import _torch
+from fcoll.tracing.fakes import Found, reachable
+from fcoll.tracing.trace import backward_of
+
+MOST_RANKS = 64  # threads, each with a model of its own
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run on simulated ranks has shown."""
+
+    ranks: int = 0
+    not_finite: tuple[tuple[int, str], ...] = ()  # (rank, what)
+    notes: tuple[str, ...] = ()
+
+
+def check_size(axes: dict[str, int]) -> None:
+    """Raise if there are more ranks than can be run."""
+    size = prod(axes.values())
+    if size > MOST_RANKS:
+        smaller = dict(axes)
+        while prod(smaller.values()) > MOST_RANKS:
+            largest = max(smaller, key=lambda axis: smaller[axis])
+            smaller[largest] = (smaller[largest] + 1) // 2
+        shown = ",".join(f"{axis}={n}" for axis, n in smaller.items())
+        hint = f"Values are run on up to {MOST_RANKS}: take a smaller mesh, as {shown}."
+        raise BadMesh(what=f"{size} simulated ranks", hint=hint)
+
+
+def run_on_ranks(
+    build: Callable[..., Any],
+    axes: dict[str, int],
+    mode: str = "joint",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ran:
+    """Build and run the program on every rank of the mesh. What a rank raises is raised."""
+    size = prod(axes.values())
+    backward: set[int] = set()  # threads that ran one
+    ended: list[int] = []
+
+    def run(rank: int) -> tuple[list[str], list[Tensor]]:
+        mesh = dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        fn, args = build(mesh)
+        found = reachable(fn, args)
+        _check_real(found)
+        out = fn(*args)
+        if mode != "forward" and threading.get_ident() not in backward:
+            backward_of(out)
+        bad = list(_not_finite(out, found))
+        ended.append(rank)
+        if progress is not None:
+            progress(len(ended), size)
+        return bad, [x for x, _ in found.tensors.values() if x.requires_grad and x.is_leaf]
+
+    def runs_backward(is_derivative: bool) -> None:
+        if not is_derivative:
+            backward.add(threading.get_ident())
+
+    try:
+        with _torch.around_backward(runs_backward):
+            results = simulate_ranks(run, size)
+    except RankFailed as error:
+        if isinstance(error.__cause__, NoValues):
+            raise error.__cause__ from None  # it could not be run: nothing was found
+        error.add_note(f"while running rank {error.rank} of {axes}, simulated")
+        raise
+    not_finite = tuple((rank, what) for rank, (bad, _) in enumerate(results) for what in bad)
+    return Ran(size, not_finite, _shared([leaves for _, leaves in results]))
+
+
+def _check_real(found: Found) -> None:
+    for x, name in found.tensors.values():
+        if x.is_meta or isinstance(x, _torch.FakeTensor):
+            hint = (
+                "To run with values, build() must make real tensors of small sizes, on the CPU; "
+                "the proofs alone take meta ones."
+            )
+            raise NoValues(what=f"the tensor {name!r} of the program", hint=hint)
+
+
+def _not_finite(out: Any, found: Found) -> Iterator[str]:
+    """Which results and gradients have NaN or infinite elements."""
+    for path, x in tree_flatten_with_path(out)[0]:
+        if isinstance(x, Tensor) and (what := _bad(x)):
+            yield f"the result{keystr(path)} has {what}"
+    for x, name in found.tensors.values():
+        if x.is_leaf and x.grad is not None and (what := _bad(x.grad)):
+            yield f"the gradient of {name} has {what}"
+
+
+def _bad(x: Tensor) -> str:
+    """ "2 NaN and 1 infinite of 8 elements", or nothing."""
+    local = x.to_local() if hasattr(x, "to_local") else x
+    if not (local.is_floating_point() or local.is_complex()):
+        return ""
+    local = local.detach()
+    counts = {"NaN": int(local.isnan().sum()), "infinite": int(local.isinf().sum())}
+    said = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return said and f"{said} of {local.numel()} elements"
+
+
+def _shared(leaves: list[list[Tensor]]) -> tuple[str, ...]:
+    """Parameters that were not made in build(): processes would have their own."""
+    counts = Counter(id(x) for mine in leaves for x in mine)
+    shared = sum(count > 1 for count in counts.values())
+    if not shared:
+        return ()
+    tensors = f"{shared} tensor{'s' * (shared != 1)} that require{'s' * (shared == 1)} gradients"
+    return (
+        f"values: the simulated ranks share {tensors}, made outside build(): their gradients add "
+        "up, as they would not in processes; make them in build()",
+    )
