@@ -137,7 +137,7 @@ def check(
         calls=sum(len(p.calls) for p in programs.values()),
         findings=(
             *(f for _, p in sorted(programs.items()) for f in p.findings),
-            *(Finding(rank, None, what) for rank, what in ran.not_finite),
+            *(Finding(rank, None, what) for rank, what in ran.findings),
         ),
         notes=tuple(dict.fromkeys([*known.notes, *traces, *ran.notes])),
         values=ran.ranks,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fcoll.errors import BadMesh, NoValues, RankFailed
+from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
+from fcoll.source import line_of
 from fcoll.tracing import _torch
 from fcoll.tracing.fakes import Found, reachable
 from fcoll.tracing.trace import backward_of
@@ -27,7 +29,7 @@ class Ran:
     """What a run on simulated ranks has shown."""
 
     ranks: int = 0
-    not_finite: tuple[tuple[int, str], ...] = ()  # (rank, what)
+    findings: tuple[tuple[int, str], ...] = ()  # (rank, what)
     notes: tuple[str, ...] = ()
 
 
@@ -52,37 +54,59 @@ def run_on_ranks(
 ) -> Ran:
     """Build and run the program on every rank of the mesh. What a rank raises is raised."""
     size = prod(axes.values())
-    backward: set[int] = set()  # threads that ran one
-    ended: list[int] = []
+    program = _Program(build, axes, mode)
+    ended = 0
 
     def run(rank: int) -> tuple[list[str], list[Tensor]]:
-        mesh = dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        fn, args = build(mesh)
-        found = reachable(fn, args)
-        _check_real(found)
-        out = fn(*args)
-        if mode != "forward" and threading.get_ident() not in backward:
-            backward_of(out)
-        bad = list(_not_finite(out, found))
-        ended.append(rank)
+        nonlocal ended
+        result = program.run(rank)
+        ended += 1
         if progress is not None:
-            progress(len(ended), size)
-        return bad, [x for x, _ in found.tensors.values() if x.requires_grad and x.is_leaf]
-
-    def runs_backward(is_derivative: bool) -> None:
-        if not is_derivative:
-            backward.add(threading.get_ident())
+            progress(ended, size)
+        return result
 
     try:
-        with _torch.around_backward(runs_backward):
+        with _torch.around_backward(program.runs_backward):
             results = simulate_ranks(run, size)
     except RankFailed as error:
         if isinstance(error.__cause__, NoValues):
             raise error.__cause__ from None  # it could not be run: nothing was found
         error.add_note(f"while running rank {error.rank} of {axes}, simulated")
         raise
-    not_finite = tuple((rank, what) for rank, (bad, _) in enumerate(results) for what in bad)
-    return Ran(size, not_finite, _shared([leaves for _, leaves in results]))
+    findings = tuple((rank, what) for rank, (told, _) in enumerate(results) for what in told)
+    return Ran(size, findings, _shared([leaves for _, leaves in results]))
+
+
+@dataclass
+class _Program:
+    """What each simulated rank runs."""
+
+    build: Callable[..., Any]
+    axes: dict[str, int]
+    mode: str
+    ran_backward: set[int] = field(default_factory=set)  # the ranks whose step ran one
+
+    def run(self, rank: int) -> tuple[list[str], list[Tensor]]:
+        """What is found, and the leaves that the program has."""
+        try:
+            shape, names = tuple(self.axes.values()), tuple(self.axes)
+            fn, args = self.build(dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+            found = reachable(fn, args)
+            _check_real(found)
+            out = fn(*args)
+            if self.mode != "forward" and rank not in self.ran_backward:
+                backward_of(out)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+            return [f"ended by SystemExit at {line_of(error)}, without a result"], []
+        leaves = [x for x, _ in found.tensors.values() if x.requires_grad and x.is_leaf]
+        return list(_not_finite(out, found)), leaves
+
+    def runs_backward(self, is_derivative: bool) -> None:
+        me = this_rank()
+        if me is not None and not is_derivative:
+            self.ran_backward.add(me.number)
 
 
 def _check_real(found: Found) -> None:
@@ -108,9 +132,13 @@ def _not_finite(out: Any, found: Found) -> Iterator[str]:
 def _bad(x: Tensor) -> str:
     """ "2 NaN and 1 infinite of 8 elements", or nothing."""
     local = x.to_local() if hasattr(x, "to_local") else x
-    if not (local.is_floating_point() or local.is_complex()):
+    if not (local.is_floating_point() or local.is_complex()) or local.is_nested:
         return ""
     local = local.detach()
+    if local.layout is not torch.strided:
+        local = local.to_dense()
+    if local.itemsize == 1:  # float8, for which isnan has no kernel
+        local = local.float()
     counts = {"NaN": int(local.isnan().sum()), "infinite": int(local.isinf().sum())}
     said = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     return said and f"{said} of {local.numel()} elements"

@@ -30,7 +30,7 @@ from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
 from fcoll.profiling import _torch
 from fcoll.profiling.simulated import METHODS
-from fcoll.simulation.baton import this_rank
+from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import is_library, is_own_or_torchs, show
@@ -63,15 +63,12 @@ class Call:
         return self.start_us + self.wait_us
 
 
-PROCESS = 0  # the owner that is no simulated rank
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         # in a timed call, as all that fcoll's own thread does
         self.inside = threading.current_thread().name == messages.THREAD
         # simulated ranks hear of their own calls, the process's own threads of all
-        self.owner = PROCESS if this_rank() is None else threading.get_ident()
+        self.owner = this_rank()
 
 
 # What compiled graphs call: (own, collective, reduce op, group, dim); collect has announce's token.
@@ -85,14 +82,14 @@ class Timers:
     threads, or, if a simulated rank listens, its own."""
 
     def __init__(self) -> None:
-        self.listeners: list[tuple[list[Call], int]] = []  # and their owners
+        self.listeners: list[tuple[list[Call], Rank | None]] = []  # and whose they are
         self._lock = threading.RLock()
         self._installed = ExitStack()
         self._thread = _Thread()
         self._pending: dict[int, Call] = {}  # by the storage that is waited for
         self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
-        # owner -> number of an autograd node, which each thread counts -> the line that made it
-        self._forward: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        # rank -> number of an autograd node, which each thread counts -> the line that made it
+        self._forward: defaultdict[Rank | None, dict[int, str]] = defaultdict(dict)
         self._lines = _Lines()
 
     def listen(self, calls: list[Call]) -> None:
@@ -304,7 +301,7 @@ class Timers:
 
     def _tell(self, call: Call) -> None:
         for calls, owner in self.listeners:
-            if owner in (PROCESS, self._thread.owner):
+            if owner is None or owner is self._thread.owner:
                 calls.append(call)
 
 

@@ -155,6 +155,42 @@ def test_results_and_gradients_that_are_not_finite():
     assert "finite" not in str(found).splitlines()[1].replace("infinite", "")
 
 
+def test_a_rank_that_exits_early():
+    def build(mesh):
+        def step(x):
+            if fcoll.assume(bool(x.sum() > 0), False):
+                raise SystemExit(0)  # exits
+            return x * 2
+
+        return step, (torch.full((2,), float(mesh.get_rank())),)
+
+    found = fcoll.check(build, mesh={"dp": 2}, values=True)
+    (finding,) = found.findings
+    assert finding.rank == 1 and "ended by SystemExit" in str(finding)
+    assert line("exits") in str(finding)
+
+
+@pytest.mark.parametrize("made", ["float8", "sparse", "complex", "int", "bool", "nothing"])
+def test_results_of_any_kind(made):
+    kinds = {
+        "float8": torch.tensor([1.0, float("nan")]).to(torch.float8_e5m2),
+        "sparse": torch.tensor([1.0, float("nan")]).to_sparse(),
+        "complex": torch.tensor([1.0, complex(0, float("nan"))]),
+        "int": torch.ones(2, dtype=torch.int64),
+        "bool": True,
+        "nothing": None,
+    }
+
+    def build(mesh):
+        return lambda: kinds[made], ()
+
+    found = run_on_ranks(build, {"dp": 2}).findings
+    bad = made in ("float8", "sparse", "complex")
+    assert found == (
+        tuple((r, "the result has 1 NaN of 2 elements") for r in (0, 1)) if bad else ()
+    )
+
+
 @pytest.mark.parametrize("where", ["argument", "parameter", "in the step"])
 def test_without_values_it_cannot_be_run(where):
     def build(mesh):
