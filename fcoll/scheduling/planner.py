@@ -281,7 +281,7 @@ def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, machine: M
         makespan_us=outcome.us,
         lower_bound_us=job.lower_bound_us,
         peak_bytes=outcome.peak_bytes,
-        exposed_us=outcome.us - compute_us,
+        exposed_us=max(outcome.us - compute_us, 0.0),
         original_us=job.original.us,
         original_peak_bytes=job.original.peak_bytes,
         cap_bytes=cap,
