@@ -184,7 +184,6 @@ def test_scale_keeps_the_other_axes(fcoll_):
 # -- calibrate ---
 
 
-@pytest.mark.slow
 def test_timeline_of_all_ranks(fcoll_, project):
     more = ("--mesh", "tp=4", "--slow", "2=3", "--html", "w.html", "--svg", "w.svg", "-q")
     code, out, err = fcoll_("timeline", "train_it:build", *more)
@@ -198,6 +197,7 @@ def test_timeline_of_all_ranks(fcoll_, project):
     assert late["ranks"][2]["compute_us"] == pytest.approx(3 * even["ranks"][2]["compute_us"])
 
 
+@pytest.mark.slow
 def test_calibrate_measures_this_machine(fcoll_, project):
     code, out, _ = fcoll_("calibrate", "--quick", "--json")
     assert code == FINE
