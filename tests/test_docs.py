@@ -1,4 +1,4 @@
-"""The examples in docstrings and in examples/ run, on real ranks."""
+"""What users read runs: docstrings and examples/ on real ranks, the code on README and docs/."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,3 +90,19 @@ def test_cli(argv):
     )
     assert done.returncode == 0, done.stderr
     assert ("all_reduce" if argv == ["collectives"] else "fcoll") in done.stdout
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+def test_page(page):
+    assert [target for target in pages.links(page) if not target.exists()] == []
+    pages.run(page)
+
+
+@pytest.mark.parametrize("block", pages.files(), ids=lambda block: block.title)
+def test_file_on_a_page(block, shared2):
+    shared2.run(pages.run_file, block)
+
+
+def test_pages_have_code():
+    """The test above finds the blocks: it would pass on pages without any."""
+    assert sum(len(pages.blocks(page)) for page in pages.PAGES) >= 25
