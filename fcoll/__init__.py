@@ -1,6 +1,6 @@
 """Functional collectives for PyTorch: a tensor in, a new tensor out."""
 
-from fcoll import _torch, compat, dist, errors, functions, local, symm_mem
+from fcoll import _torch, compat, dist, errors, functions, local, sharded, symm_mem
 from fcoll.checking.check import Checked, check
 from fcoll.costs.machine import Machine
 from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
@@ -77,6 +77,7 @@ __all__ = [
     "register",
     "schedule",
     "scheduler",
+    "sharded",
     "simulate",
     "simulate_ranks",
     "stack_modules",

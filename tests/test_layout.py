@@ -29,6 +29,7 @@ LAYERS = (
         "checking",
         "profiling",
         "report",
+        "sharded",
         "training",
     ),
     ("__init__",),

@@ -1,0 +1,72 @@
+"""ShardedTensor: a tensor in shards over the ranks of a group, on fcoll's collectives.
+
+The names of ``torch.distributed._shard.sharded_tensor``, and what it lacks: grids, any layout to
+any other, gradients, simulated ranks. ``serve_torch()`` puts them in torch's place.
+"""
+
+from fcoll.sharded import properties as _properties  # noqa: F401  its rules
+from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
+from fcoll.sharded.creators import (
+    arange,
+    empty,
+    from_function,
+    from_local_tensor,
+    full,
+    init_from_local_shards,
+    init_from_local_shards_and_global_metadata,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from fcoll.sharded.dispatch import built_in as _sharded_op_impl  # noqa: F401  torch's name
+from fcoll.sharded.dispatch import sharded_op, sharding_spec_op
+from fcoll.sharded.plan import Plan
+from fcoll.sharded.resharding import reshard
+from fcoll.sharded.scatter import shard_tensor
+from fcoll.sharded.served import serve_torch
+from fcoll.sharded.specs import GridShardingSpec, chunk, grid
+from fcoll.sharded.tensor import ShardedTensor, ShardedTensorBase
+
+custom_sharded_op_impl = sharded_op  # torch's name
+
+__all__ = [
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "GridShardingSpec",
+    "Plan",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "ShardingSpec",
+    "TensorProperties",
+    "arange",
+    "chunk",
+    "custom_sharded_op_impl",
+    "empty",
+    "from_function",
+    "from_local_tensor",
+    "full",
+    "grid",
+    "init_from_local_shards",
+    "init_from_local_shards_and_global_metadata",
+    "ones",
+    "rand",
+    "randn",
+    "reshard",
+    "serve_torch",
+    "shard_tensor",
+    "sharded_op",
+    "sharding_spec_op",
+    "zeros",
+]

@@ -1,0 +1,73 @@
+"""The private torch APIs of sharded tensors. No other file of this folder names one.
+
+Tested with torch 2.13.0. The types are plain data that torch's checkpoints are made of: ours are
+the same, so that a checkpoint written by one is read by the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata as ShardedTensorMetadata,
+)
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec as ChunkShardingSpec
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
+from torch.distributed.remote_device import _remote_device as RemoteDevice
+
+__all__ = ["RemoteDevice"]
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Inside, a tensor subclass' own __torch_function__ is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def wrapper(cls: type, size: torch.Size, **properties: Any) -> Any:
+    """A tensor of this class and size that has no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, size, **properties)  # type: ignore[attr-defined]
+
+
+def default_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def is_member(pg: Any) -> bool:
+    """Is this rank in the group? new_group gives the others a stand-in."""
+    return not dist.distributed_c10d._rank_not_in_group(pg)
+
+
+def rank_of_worker(name: str) -> int | None:
+    """The rank of RPC's worker of this name; None if RPC runs and has no such worker."""
+    if not rpc._is_current_rpc_agent_set():
+        raise LookupError(name)
+    workers = rpc._get_current_rpc_agent().get_worker_infos()
+    return next((worker.id for worker in workers if worker.name == name), None)
+
+
+def replace_everywhere(ours: dict[tuple[str, str], Any]) -> list[tuple[Any, str, Any]]:
+    """Put ours in the place of the names (module, name) of torch, also where other modules of
+    torch have imported them. (module, name, what was there) of all that was replaced."""
+    by_id = {}
+    for (path, name), new in ours.items():
+        by_id[id(getattr(importlib.import_module(path), name))] = new
+    replaced: list[tuple[Any, str, Any]] = []
+    for path, module in list(sys.modules.items()):
+        if not path.startswith("torch.") or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                replaced.append((module, name, value))
+                setattr(module, name, by_id[id(value)])
+    return replaced

@@ -1,0 +1,109 @@
+"""Blocks of a tensor as pure geometry: where they meet, whether they tile the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block: its first index in each dim, and how many there are.
+
+    >>> a, b = Box((0, 0), (4, 2)), Box((3, 1), (5, 5))
+    >>> a.meet(b)
+    Box(offsets=(3, 1), sizes=(1, 1))
+    >>> b.meet(a).within(a)
+    (slice(3, 4, None), slice(1, 2, None))
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+        return cls(tuple(offsets), tuple(sizes))
+
+    @classmethod
+    def whole(cls, size: Sequence[int]) -> Box:
+        return cls((0,) * len(size), tuple(size))
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def meet(self, other: Box) -> Box | None:
+        """What both hold; None where that is nothing."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start = a if a > b else b
+            size = min(a + n, b + m) - start
+            if size <= 0:
+                return None
+            offsets.append(start)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """How to index ``outer``'s tensor to get this part of it."""
+        places = zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        return tuple(slice(a - o, a - o + n) for a, n, o in places)
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The positions of two boxes that share an element.
+
+    Swept along the dim in which fewest of them lie side by side, so that a tiling is compared
+    only with its neighbours.
+
+    >>> first_overlap([Box((0,), (2,)), Box((2,), (2,)), Box((1,), (2,))])
+    (0, 2)
+    """
+    full = [i for i, box in enumerate(boxes) if box.volume]
+    if len(full) < 2 or not boxes[full[0]].sizes:
+        return (full[0], full[1]) if len(full) > 1 else None
+    starts = [{boxes[i].offsets[d] for i in full} for d in range(len(boxes[full[0]].sizes))]
+    dim = max(range(len(starts)), key=lambda d: len(starts[d]))
+    open_: list[int] = []
+    for i in sorted(full, key=lambda i: boxes[i].offsets[dim]):
+        start = boxes[i].offsets[dim]
+        open_ = [j for j in open_ if boxes[j].ends[dim] > start]
+        for j in open_:
+            if boxes[i].meet(boxes[j]):
+                return (min(i, j), max(i, j))
+        open_.append(i)
+    return None
+
+
+def first_gap(boxes: Sequence[Box], whole: Box) -> Box | None:
+    """A block of the whole that none of the boxes covers.
+
+    >>> first_gap([Box((0, 0), (4, 2)), Box((0, 2), (3, 2))], Box.whole((4, 4)))
+    Box(offsets=(3, 2), sizes=(1, 2))
+    """
+    rest = [whole] if whole.volume else []
+    for box in boxes:
+        rest = [piece for block in rest for piece in _without(block, box)]
+    return rest[0] if rest else None
+
+
+def _without(block: Box, hole: Box) -> Iterator[Box]:
+    """The block less the hole, as blocks."""
+    cut = block.meet(hole)
+    if cut is None:
+        yield block
+        return
+    offsets, sizes = list(block.offsets), list(block.sizes)
+    for d, (start, size) in enumerate(zip(cut.offsets, cut.sizes, strict=True)):
+        end = offsets[d] + sizes[d]
+        for a, b in ((offsets[d], start), (start + size, end)):
+            if a < b:
+                part_offsets, part_sizes = [*offsets], [*sizes]
+                part_offsets[d], part_sizes[d] = a, b - a
+                yield Box.of(part_offsets, part_sizes)
+        offsets[d], sizes[d] = start, size

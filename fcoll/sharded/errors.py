@@ -1,0 +1,82 @@
+"""What goes wrong with sharded tensors: one class a mistake, as in fcoll/errors.py.
+
+Where torch's ShardedTensor raises for the same mistake, its words are in the message and the class
+is of torch's kind too, so that code which looks for either goes on working.
+"""
+
+from __future__ import annotations
+
+from fcoll.errors import FcollError
+
+
+class BadLayout(FcollError):
+    """Shards that do not make up the tensor: ``shards`` are the metadata of those that clash."""
+
+    template = "the shards do not make up the tensor{at}: {why}. {hint}"
+    shards: tuple = ()
+
+
+class BadPlacement(FcollError):
+    template = "a shard has no place{at}: {why}. {hint}"
+
+
+class NoSuchWorker(BadPlacement, RuntimeError):
+    """Worker names are RPC's, which does not run."""
+
+
+class BadShards(FcollError):
+    """Local shards that a tensor cannot be made of; ``rank`` is whose they are."""
+
+    template = "{why}{at}. {hint}"
+
+
+class ShardsDiffer(FcollError, RuntimeError):
+    """Ranks that say different things of one sharded tensor."""
+
+    template = "{why}{at}. {hint}"
+
+
+class CannotReshard(FcollError, NotImplementedError):
+    template = "{why}{at}. {hint}"
+
+
+class SeveralShards(FcollError, NotImplementedError):
+    template = (
+        "Only single local shard is supported. Number of shards: {count} on rank {rank}{at}. "
+        "Use local_shards(), which has all of them."
+    )
+
+
+class BadGather(FcollError):
+    template = "gather on rank {rank}: {why}{at}. {hint}"
+
+
+class BadOpFunction(FcollError, TypeError):
+    template = (
+        "Custom sharded op function expects signature: (types, args, kwargs, process_group), but "
+        "received signature: {signature}{at}. Take these four; args and kwargs are the call's."
+    )
+
+
+class NoShardedOp(FcollError, RuntimeError):
+    # ends as torch's message does
+    template = (
+        "no rule for {func}{at}. {supported} Write one with @fcoll.sharded.sharded_op({func}), or "
+        "compute on st.local_shards() or st.all_gather(). torch function '{name}' with {given} is "
+        "not supported for ShardedTensor!"
+    )
+
+
+class GroupsDiffer(FcollError, RuntimeError):
+    template = (
+        "{func}: All distributed tensors should use the same ProcessGroup if used together in an "
+        "op{at}. Make them on one group, or gather one of them."
+    )
+
+
+class BadSize(FcollError, TypeError):
+    template = "size has to be a sequence of ints, found: {dims}{at}. Pass the size of the whole."
+
+
+class NotSharded(FcollError, TypeError):
+    template = "{what} is {kind}{at}. Pass {want}."

@@ -1,0 +1,292 @@
+"""A tensor in shards: what every rank knows of all of them, and the data of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll.groups import Group, GroupLike, resolve
+from fcoll.sharded import _torch, from_shards, gathering, resharding
+from fcoll.sharded._torch import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    TensorProperties,
+)
+from fcoll.sharded.dispatch import dispatch, unsupported
+from fcoll.sharded.draw import drawing, summary
+from fcoll.sharded.errors import SeveralShards
+from fcoll.sharded.placements import owners
+from fcoll.sharded.placements import process_group as as_process_group
+from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
+from fcoll.sharded.validate import check_properties, flat_size
+
+
+class ShardedTensorBase(Tensor):
+    """Metadata of all shards and the data of some; no group, so no communication."""
+
+    _is_sharded_tensor = True
+    _sharding_spec: ShardingSpec
+    _metadata: ShardedTensorMetadata
+    _local_shards: list[Shard]
+    _process_group: Any
+    _init_rrefs: bool
+    # An empty tensor that hangs on the autograd graph which made the shards: a rank that holds
+    # none takes part in the backward pass through it.
+    _anchor: Tensor | None
+
+    def __new__(
+        cls,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        **options: Any,
+    ) -> Any:
+        check_properties(layout, memory_format)
+        properties = TensorProperties(
+            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
+        )
+        whole = flat_size(size)
+        shards = layout_of(sharding_spec, whole, properties)
+        return cls._made(sharding_spec, ShardedTensorMetadata(shards, whole, properties), [])
+
+    @classmethod
+    def _made(
+        cls,
+        spec: ShardingSpec,
+        metadata: ShardedTensorMetadata,
+        shards: list[Shard],
+        group: Any = None,
+        *,
+        init_rrefs: bool = False,
+        anchor: Tensor | None = None,
+    ) -> Any:
+        """One of metadata and shards that have been checked."""
+        properties = metadata.tensor_properties
+        made = _torch.wrapper(
+            cls,
+            metadata.size,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            pin_memory=properties.pin_memory,
+            requires_grad=properties.requires_grad,
+        )
+        made._sharding_spec = spec
+        made._metadata = replace(metadata, tensor_properties=replace(properties))
+        made._local_shards = shards
+        made._process_group = group
+        made._init_rrefs = init_rrefs
+        made._anchor = anchor
+        return made
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """The size, the properties and all shards: offsets, sizes and who holds them."""
+        return self._metadata
+
+    def local_shards(self) -> list[Shard]:
+        """The shards that this rank holds; an empty list where it holds none."""
+        return self._local_shards
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: list[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensorBase:
+        shards, size = sharded_tensor_metadata.shards_metadata, sharded_tensor_metadata.size
+        check_layout(shards, size)
+        spec = sharding_spec or inferred_spec(shards, size)
+        return ShardedTensor._made(spec, sharded_tensor_metadata, local_shards)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """An op that C++ calls on the tensor itself: it has no memory for that."""
+        raise unsupported(func, args, kwargs or {})
+
+
+class ShardedTensor(ShardedTensorBase):
+    """A tensor whose shards lie on the ranks of a group.
+
+    Every rank makes it, with the same spec and size, and holds the shards that are placed on it;
+    ``metadata()`` tells where all are. Made so, its shards are not initialized: use ``zeros``,
+    ``rand``, ``init_from_local_shards`` and their like.
+
+    >>> st = fcoll.sharded.arange(fcoll.sharded.chunk(0, n), 2 * n, 3)
+    >>> st.local_tensor().shape, st.shape == (2 * n, 3)
+    (torch.Size([2, 3]), True)
+    >>> torch.equal(st.all_gather(), torch.arange(6 * n).reshape(-1, 3))
+    True
+
+    Torch functions on it run by the rules of ``fcoll.sharded.sharded_op``.
+    """
+
+    def __init__(
+        self,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
+    ) -> None:
+        self._process_group = as_process_group(process_group)
+        self._init_rrefs = init_rrefs
+        shards, properties = self._metadata.shards_metadata, self._metadata.tensor_properties
+        me = dist.get_rank()
+        for shard, (rank, device) in zip(shards, owners(self._process_group, shards), strict=True):
+            if rank == me:
+                tensor = torch.empty(
+                    shard.shard_sizes,
+                    dtype=properties.dtype,
+                    device=device,
+                    requires_grad=requires_grad,
+                    pin_memory=pin_memory,
+                )
+                self._local_shards.append(Shard(tensor, shard))
+
+    # -- where it is ---
+
+    @property
+    def group(self) -> Group:
+        """The group whose ranks hold it. NotInGroup on a rank that is none of them."""
+        return resolve(self._process_group)
+
+    def sharding_spec(self) -> ShardingSpec:
+        """How it is cut."""
+        return self._sharding_spec
+
+    def owners(self) -> list[int]:
+        """The global rank of each shard, in the order of ``metadata().shards_metadata``."""
+        return [rank for rank, _ in owners(self._process_group, self._metadata.shards_metadata)]
+
+    def local_tensor(self) -> Tensor:
+        """The data of this rank's one shard."""
+        if len(self._local_shards) != 1:
+            raise SeveralShards(count=len(self._local_shards), rank=dist.get_rank())
+        return self._local_shards[0].tensor
+
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        """Do the shards lie in pinned memory?"""
+        return self._metadata.tensor_properties.pin_memory
+
+    # -- all of it ---
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the whole tensor into ``out`` on rank dst of the group; elsewhere out is None.
+
+        ``dtype``: the elements are sent as this. ``enforce_dtype`` is torch's old name for sending
+        them as they are, which is what happens. ``out`` gets values, no gradient.
+        """
+        gathering.gather_into(self, dst, out, enforce_dtype, dtype)
+
+    def all_gather(self) -> Tensor:
+        """The whole tensor, on every rank. Differentiable: its gradient is summed over ranks."""
+        return gathering.all_gather(self)
+
+    # -- another layout ---
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Cut this tensor another way, in place; each element that changes its rank is sent once.
+
+        ``fcoll.sharded.reshard(st, spec)`` is the same as a new tensor.
+        """
+        return resharding.reshard_(self, resharding_spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return summary(self._metadata, self._sharding_spec)
+
+    def __str__(self) -> str:
+        """The layout as text: which rank holds which block."""
+        return drawing(self._metadata)
+
+    __format__ = object.__format__
+
+    # -- making one, by torch's names ---
+
+    @classmethod
+    def _init_from_local_shards(
+        cls,
+        local_shards: Sequence[Shard],
+        *global_size: Any,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        return from_shards.from_local_shards(
+            cls, local_shards, global_size, process_group, init_rrefs
+        )
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensor:
+        return from_shards.from_global_metadata(
+            cls, local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
+        )
+
+    @classmethod
+    def _init_from_local_tensor(
+        cls,
+        local_tensor: Tensor,
+        sharding_spec: ShardingSpec,
+        *global_size: Any,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        return from_shards.from_local_tensor(
+            cls, local_tensor, sharding_spec, global_size, process_group, init_rrefs
+        )
+
+    def _with(
+        self,
+        shards: list[Shard],
+        *,
+        spec: ShardingSpec | None = None,
+        metadata: ShardedTensorMetadata | None = None,
+        anchor: Tensor | None = None,
+    ) -> Any:
+        """A tensor of these shards on the same group; spec and metadata are this one's if not
+        given. Nothing is checked."""
+        return type(self)._made(
+            spec or self._sharding_spec,
+            metadata or self._metadata,
+            shards,
+            self._process_group,
+            init_rrefs=self._init_rrefs,
+            anchor=anchor,
+        )
