@@ -95,10 +95,9 @@ def planned(
     """A plan, and the CPU seconds that it took; None where the scheduler fails."""
     begin = time.process_time()
     options = {"costs": made.costs, "scheduler": scheduler, "memory_cap": cap}
+    may = dict.fromkeys(("splits", "buckets", "reuse"), change)
     try:
-        plan = fcoll.schedule(
-            made.graph_module, made.machine, **options, splits=change, buckets=change
-        )
+        plan = fcoll.schedule(made.graph_module, made.machine, **options, **may)
     except BadPlan:  # torch's, on some graphs of two groups
         plan = None
     return plan, time.process_time() - begin

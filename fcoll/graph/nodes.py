@@ -140,6 +140,7 @@ LOCAL_NAMESPACES = {
     "flash_attn",
     "xformers",
     "fbgemm",
+    "fsdp",  # copies into and out of FSDP2's buffers
 }
 
 #: Ops on functions that are one kernel. Others may have any graph inside, collectives included.

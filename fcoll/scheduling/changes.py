@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch.fx import GraphModule
 
@@ -21,6 +22,7 @@ from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.problem import START, Problem
 from fcoll.scheduling.registry import Job
+from fcoll.scheduling.reuse import Reuse, by_room, repeated, without
 from fcoll.scheduling.rewrite import fake_mode_of
 from fcoll.scheduling.runtime import CollectivePrice
 from fcoll.scheduling.splits import Infeasible, Split, proposed, split_graph
@@ -33,13 +35,23 @@ MANY = 1500  # units: beyond, few options are tried
 #: Parts of the peak: a split holds more while it runs, so where the program holds that much already
 #: it may not fit under a cap. There are proposals that leave such places out.
 ROOM = (0.95, 0.8)
+PARTS = (1.0, 0.75, 0.5, 0.25)  # of the time of repeated collectives that is saved
+
+
+class Wanted(NamedTuple):
+    """What may be changed."""
+
+    buckets: bool
+    splits: bool
+    reuse: bool
 
 
 @dataclass(frozen=True)
 class Change:
-    """A graph to plan, with the splits and buckets that were made in it, and given prices."""
+    """A graph to plan, with what was changed in it, in this order, and given prices."""
 
     graph_module: GraphModule
+    reuses: tuple[Reuse, ...]
     splits: tuple[Split, ...]
     buckets: tuple[Bucket, ...]
     costs: Mapping[str, float] | None  # of the changed graph, where prices are given by name
@@ -64,21 +76,41 @@ def changes(
     base: Priced,
     machine: Machine,
     read: Reader,
-    buckets: bool,
-    splits: bool,
+    wanted: Wanted,
     us_of: CollectivePrice | None = None,
 ) -> Iterator[Change]:
     """What is worth planning; ``us_of`` prices collectives before the machine does."""
     if fake_mode_of(base.change.graph_module.graph.nodes) is None:
         return
-    found = [base]
-    if splits:
-        split = list(_split(base, machine, read))
-        yield from (priced.change for priced in split)
-        found += split[:1]
-    if buckets:
-        for priced in found:
-            yield from _bucketed(priced, machine, us_of)
+    for start in (base, *(_with_reuse(base, read) if wanted.reuse else ())):
+        if start is not base:
+            yield start.change
+        found = [start]
+        if wanted.splits:
+            split = list(_split(start, machine, read))
+            yield from (priced.change for priced in split)
+            found += split[:1]
+        if wanted.buckets:
+            for priced in found:
+                yield from _bucketed(priced, machine, us_of)
+
+
+def _with_reuse(base: Priced, read: Reader) -> Iterator[Priced]:
+    """Without all collectives that have run before, then with more and more of them."""
+    graph_module, us = base.change.graph_module, base.job.us
+    found = by_room(repeated(graph_module), graph_module, us)
+    saved = sum(us.get(reuse.collective, 0.0) for reuse in found)
+    before: list[Reuse] = []
+    for part in PARTS:
+        some, left = [], part * saved
+        for reuse in found:
+            left -= us.get(reuse.collective, 0.0)
+            if left >= -1e-9 * saved:
+                some.append(reuse)
+        if some and some != before:
+            before = some
+            made = without(graph_module, some)
+            yield read(replace(base.change, graph_module=made, reuses=tuple(some)))
 
 
 # -- splits ---
@@ -142,7 +174,7 @@ def _try(
     costs = base.change.costs
     if costs is not None:
         costs = split_costs(costs, made, base.collectives, machine)
-    priced = read(Change(graph_module, made, (), costs))
+    priced = read(replace(base.change, graph_module=graph_module, splits=made, costs=costs))
     tried[made] = (Overlap(priced.job.problem, 0.0).quick().us, priced)
 
 

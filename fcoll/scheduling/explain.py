@@ -97,7 +97,10 @@ def _needed_by(plan: Plan, step: Step, place: dict[str, int]) -> str:
 
 
 def _of_change(plan: Plan, name: str) -> str:
-    """Of a node that came in and is in chunks or in a bucket now."""
+    """Of a node that came in and is in chunks or in a bucket now, or left out."""
+    for reuse in plan.reuses:
+        if (instead := dict(reuse.nodes).get(name)) is not None:
+            return f"{name}: left out, {instead} has its value\n{explain(plan, instead)}"
     for split in plan.splits:
         if name in split.members:
             return _chunks(plan, split, name)

@@ -176,13 +176,13 @@ class Overlap:
 def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:
     """The order that came in is the first."""
     yield range(problem.n)
+    yield classic.waits_late(problem, range(problem.n), NEVER)  # as eager waits: at the first use
     yield classic.just_in_time(problem)
     yield classic.by_communication(problem, sink_waits=True)
     yield classic.by_communication(problem, raise_comms=True)
     order = classic.by_communication(problem, True, True, True)
     yield order
     if problem.n <= SMALL:
-        yield classic.waits_late(problem, range(problem.n), NEVER)
         yield classic.waits_late(problem, order, peak_bytes(problem, order))
         yield classic.safe(problem)
 

@@ -21,9 +21,11 @@ from fcoll.groups import GroupLike, by_name, resolve
 from fcoll.scheduling import apply, verify
 from fcoll.scheduling.buckets import Bucket, made_again
 from fcoll.scheduling.explain import explain
+from fcoll.scheduling.reuse import Reuse, without
 from fcoll.scheduling.splits import Split, split_graph
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.scheduling.verify_changes import check_changes
+from fcoll.scheduling.verify_reuse import check_reuse
 from fcoll.units import show_bytes
 
 
@@ -34,8 +36,8 @@ class Plan:
     ``order`` are the names of nodes (of a plan without a graph: of steps), ``steps`` the steps in
     the planned order. ``original_us`` and ``original_peak_bytes`` are those of the order that came
     in, ``cap_bytes`` is the memory cap, None without one. ``buckets`` say which collectives are
-    sent as one, ``splits`` which are run in chunks with the products around them; then
-    ``graph_module`` is the graph in which that is done, ``order`` one of its nodes, the bound one
+    sent as one, ``splits`` which are run in chunks with the products around them, ``reuses`` which
+    are left out because their result is there already; then ``graph_module`` is the graph in which that is done, ``order`` one of its nodes, the bound one
     for that graph, and ``source`` the graph that came in.
     """
 
@@ -58,6 +60,7 @@ class Plan:
     machine: Machine | None = field(repr=False, default=None)
     graph_module: GraphModule | None = field(repr=False, default=None, compare=False)
     source: GraphModule | None = field(repr=False, default=None, compare=False)
+    reuses: tuple[Reuse, ...] = ()
 
     @property
     def over_bound(self) -> float:
@@ -73,7 +76,7 @@ class Plan:
     def digest(self) -> str:
         """The same on all ranks that have the same plan."""
         issued = [(s.stream, s.name) for s in self.steps if s.kind == "start"]
-        changed = [vars(x) for x in (*self.splits, *self.buckets)]
+        changed = [vars(x) for x in (*self.splits, *self.buckets, *self.reuses)]
         text = json.dumps([self.order, issued, changed], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -118,6 +121,7 @@ class Plan:
         plain = {name: getattr(self, name) for name in _SAVED}
         plain["buckets"] = [vars(b) for b in self.buckets]
         plain["splits"] = [vars(s) for s in self.splits]
+        plain["reuses"] = [vars(r) for r in self.reuses]
         plain["steps"] = [_plain(s) for s in self.steps]
         plain["original_steps"] = [s.name for s in self.original_steps]
         plain["digest"] = self.digest
@@ -141,6 +145,8 @@ class Plan:
         if self.buckets:
             merged = sum(len(b.members) for b in self.buckets)
             rows.append(f"{merged} collectives are sent as {len(self.buckets)}")
+        if self.reuses:
+            rows.append(f"{len(self.reuses)} collectives are left out: they have run before")
         if self.splits:
             rows.append(f"{sum(len(s.collectives) for s in self.splits)} collectives are in chunks")
         return "\n".join(rows)
@@ -165,7 +171,11 @@ def verify_plan(plan: Plan) -> None:
     if plan.graph_module is not None:
         verify.check_nodes(plan.graph_module, plan.order, fail)
     if plan.graph_module is not None and plan.source is not None:
-        check_changes(plan.source, plan.graph_module, plan.splits, plan.buckets, fail)
+        source = plan.source
+        if plan.reuses:
+            source = without(plan.source, plan.reuses)
+            check_reuse(plan.source, source, plan.reuses, fail)
+        check_changes(source, plan.graph_module, plan.splits, plan.buckets, fail)
 
 
 def freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -221,15 +231,19 @@ def _loaded(data: dict[str, Any], graph_module: GraphModule | None) -> Plan:
     originals = tuple(by_name[name] for name in data.pop("original_steps"))
     buckets = tuple(Bucket(**{k: _tuple(v) for k, v in b.items()}) for b in data.pop("buckets"))
     splits = tuple(Split(**{k: _tuple(v) for k, v in s.items()}) for s in data.pop("splits"))
+    reuses = tuple(Reuse(**{k: _tuple(v) for k, v in r.items()}) for r in data.pop("reuses", ()))
     data["order"] = tuple(data["order"])
     source = graph_module
+    if reuses and graph_module is not None:
+        graph_module = without(graph_module, reuses)
     if splits and graph_module is not None:
         graph_module = split_graph(graph_module, splits)
     if buckets and graph_module is not None:
         graph_module = made_again(graph_module, data["order"], buckets)
     plan = Plan(
         **data,
-        source=source if buckets or splits else None,
+        source=source if buckets or splits or reuses else None,
+        reuses=reuses,
         buckets=buckets,
         splits=splits,
         steps=steps,

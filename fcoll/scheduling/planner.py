@@ -22,7 +22,7 @@ from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
 from fcoll.scheduling.buckets import Bucket, merged, small_runs
-from fcoll.scheduling.changes import Change, Priced, changes
+from fcoll.scheduling.changes import Change, Priced, Wanted, changes
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
@@ -48,6 +48,7 @@ def schedule(
     sizes: Mapping[str, int] | None = None,
     buckets: bool | None = None,
     splits: bool | None = None,
+    reuse: bool | None = None,
     runtime: Runtime | None = None,
 ) -> Plan:
     """Order a program's compute and communication so that it takes the least time.
@@ -60,9 +61,10 @@ def schedule(
     out.
 
     ``buckets``: may small collectives be sent as one, where that is faster? ``splits``: may large
-    ones, and the products around them, be run in chunks? By default yes, but with {node name: us},
-    which says nothing of the nodes that come of it. With True these get prices that follow from
-    the given ones (changes.py), so that ``plan.order`` has nodes that the graph had not.
+    ones, and the products around them, be run in chunks? ``reuse``: may one that has run before on
+    the same data be left out, and the result kept? By default yes, but with {node name: us}, which
+    says nothing of the nodes that come of it. With True these get prices that follow from the given
+    ones (changes.py), so that ``plan.order`` has nodes that the graph had not.
     ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
@@ -80,9 +82,10 @@ def schedule(
     allowed = entry.buckets and not isinstance(costs, Mapping)
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
+    reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
-        return _schedule(trace, reading, memory_cap, entry, buckets, splits)
+        return _schedule(trace, reading, memory_cap, entry, Wanted(buckets, splits, reuse))
 
 
 @contextmanager
@@ -137,8 +140,7 @@ def _schedule(
     reading: _Reading,
     memory_cap: int | str | None,
     entry: Entry,
-    buckets: bool,
-    splits: bool,
+    wanted: Wanted,
 ) -> Plan:
     by_name = reading.costs if isinstance(reading.costs, Mapping) else None
     given = program = reading.program(trace)
@@ -151,15 +153,15 @@ def _schedule(
     job.cap_bytes = _NEVER if cap is None else cap
     plan = _plan(job, entry, cap, program, reading.machine)
     if small:
-        change = Change(given.graph_module, (), tuple(small), None)  # type: ignore[arg-type]
+        change = Change(given.graph_module, (), (), tuple(small), None)  # type: ignore[arg-type]
         plan = _of_change(plan, change, original.original, given.graph_module)
     verify_plan(plan)
-    if program.graph_module is None or job.problem.n > CHANGES_UP_TO or not (buckets or splits):
+    if program.graph_module is None or job.problem.n > CHANGES_UP_TO or not any(wanted):
         return plan
-    base = Priced(Change(program.graph_module, (), (), by_name), job, program.collectives)
+    base = Priced(Change(program.graph_module, (), (), (), by_name), job, program.collectives)
     again = _Again(plan, program, reading)
     us_of = reading.runtime.us_of
-    for change in changes(base, reading.machine, again.read, buckets, splits, us_of):
+    for change in changes(base, reading.machine, again.read, wanted, us_of):
         again.plan(change, entry)
     return again.best
 
@@ -211,6 +213,8 @@ class _Again:
             self.read(change)
         _, program, job = self.known[id(change)]
         before = self.best
+        if job.lower_bound_us >= before.makespan_us:
+            return
         job.cap_bytes = _NEVER if before.cap_bytes is None else before.cap_bytes
         try:
             made = _plan(job, entry, before.cap_bytes, program, self.reading.machine)
@@ -221,6 +225,7 @@ class _Again:
                 made,
                 buckets=change.buckets,
                 splits=change.splits,
+                reuses=change.reuses,
                 original_us=before.original_us,
                 original_peak_bytes=before.original_peak_bytes,
                 source=self.program.graph_module,

@@ -138,6 +138,8 @@ def _changes(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
     """(start, what the plan does to it)."""
     for bucket in plan.buckets:
         yield bucket.name, f"{', '.join(bucket.members)} as one {bucket.op}"
+    for reuse in plan.reuses:
+        yield reuse.instead, f"its result serves {reuse.collective}, too, which is left out"
     for split in plan.splits:
         for name in split.collectives:
             for chunk in range(split.chunks):
