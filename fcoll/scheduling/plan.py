@@ -37,8 +37,9 @@ class Plan:
     the planned order. ``original_us`` and ``original_peak_bytes`` are those of the order that came
     in, ``cap_bytes`` is the memory cap, None without one. ``buckets`` say which collectives are
     sent as one, ``splits`` which are run in chunks with the products around them, ``reuses`` which
-    are left out because their result is there already; then ``graph_module`` is the graph in which that is done, ``order`` one of its nodes, the bound one
-    for that graph, and ``source`` the graph that came in.
+    are left out because their result is there already; then ``graph_module`` is the graph in which
+    that is done, ``order`` one of its nodes, the bound one for that graph, and ``source`` the graph
+    that came in.
     """
 
     scheduler: str

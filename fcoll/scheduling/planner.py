@@ -22,11 +22,12 @@ from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
 from fcoll.scheduling.buckets import Bucket, merged, small_runs
-from fcoll.scheduling.changes import Change, Priced, Wanted, changes
+from fcoll.scheduling.changes import changes
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
+from fcoll.scheduling.priced import Change, Priced, Wanted
 from fcoll.scheduling.problem import problem_of
 from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
 from fcoll.scheduling.rewrite import fake_mode_of

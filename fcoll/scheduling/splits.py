@@ -9,7 +9,7 @@ exposed, made, planned like any graph, and kept if the plan is faster (changes.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import prod
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fcoll.costs.machine import Machine
 from fcoll.graph.nodes import arguments, has_named_group, is_start, is_wait, waits_of
 from fcoll.scheduling.chunks import (
     WHOLE,
@@ -224,22 +223,19 @@ def grown(
     return found
 
 
-def proposed(
-    graph_module: GraphModule,
-    exposed_us: Mapping[str, float],
-    us: Mapping[str, float],
-    machine: Machine,
-    k: int,
-    reach: float,
-) -> list[Split]:
-    """Splits around the collectives that are exposed, those that can pay."""
-    by_name = {node.name: node for node in graph_module.graph.nodes}
-
-    def pays(split: Split) -> bool:
-        gain = (1 - 1 / k) * sum(exposed_us.get(name, 0.0) for name in split.collectives)
-        return gain > _overhead_us(split, by_name, machine, us)
-
-    return list(filter(pays, grown(graph_module, exposed_us, us, k, reach)))
+def chained(nodes: Iterable[Node], splits: Iterable[Split]) -> Iterator[tuple[str, str]]:
+    """(one, other) of collectives of a split, where the other sends what is computed in chunks from
+    the one's result."""
+    member = {name for split in splits for name in split.members}
+    behind: dict[Node, frozenset[str]] = {}  # member -> the collectives right before it
+    for node in nodes:
+        if node.name not in member:
+            continue
+        before = frozenset().union(*(behind.get(x, ()) for x in node.all_input_nodes))
+        if is_start(node):
+            yield from ((name, node.name) for name in sorted(before))
+            before = frozenset([node.name])
+        behind[node] = before
 
 
 def _connected(nodes: Sequence[Node], blocks: Mapping[Node, int]) -> list[list[Node]]:
@@ -256,24 +252,6 @@ def _connected(nodes: Sequence[Node], blocks: Mapping[Node, int]) -> list[list[N
     place = {node: i for i, node in enumerate(nodes)}
     unique = {id(members): members for members in group.values()}
     return [sorted(members, key=place.__getitem__) for members in unique.values()]
-
-
-def _overhead_us(
-    split: Split, by_name: Mapping[str, Node], machine: Machine, us: Mapping[str, float]
-) -> float:
-    """What the chunks cost on the compute stream: launches, and copies at the ends."""
-    blocks = {by_name[name]: q for name, q in zip(split.members, split.blocks, strict=True)}
-    computed = [node for node in blocks if not is_start(node) and not is_view(node)]
-    kernels = sum(us.get(node.name, 0.0) > 0 for node in computed)
-    copied = {node for node in computed if any(user not in blocks for user in node.users)}
-    for node, q in blocks.items():
-        made = recipe(node, q, split.chunks)
-        needs = made.needs.items() if made else ()
-        copied |= {x for x, mine in needs if mine > 1 and x not in blocks}
-    nbytes = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in copied)
-    rate = 1e3 * machine.memory_gb_per_s * machine.memory_efficiency
-    launches = (split.chunks - 1) * kernels + len(copied)
-    return launches * machine.launch_us + 2 * nbytes / rate
 
 
 # -- how ---

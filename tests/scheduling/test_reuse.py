@@ -149,7 +149,7 @@ def pretended(program, group):
 def test_the_verifier_finds_what_must_not_be_left_out(program, group):
     wrong, right = pretended(program, group)
     verify_plan(right)
-    with pytest.raises(BadPlan, match="writes to its memory|leaves the graph"):
+    with pytest.raises(BadPlan, match=r"writes to its memory|leaves the graph"):
         verify_plan(wrong)
 
 

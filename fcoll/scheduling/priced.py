@@ -1,0 +1,115 @@
+"""A changed graph: what was changed in it, and prices for what has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch.fx import GraphModule
+
+from fcoll.costs.machine import Machine
+from fcoll.costs.model import collective_us, number
+from fcoll.graph.issued import Issued
+from fcoll.scheduling.buckets import Bucket
+from fcoll.scheduling.overlap import Overlap
+from fcoll.scheduling.registry import Job
+from fcoll.scheduling.reuse import Reuse
+from fcoll.scheduling.splits import Split
+
+
+class Wanted(NamedTuple):
+    """What may be changed."""
+
+    buckets: bool
+    splits: bool
+    reuse: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A graph to plan, with what was changed in it, in this order, and given prices."""
+
+    graph_module: GraphModule
+    reuses: tuple[Reuse, ...]
+    splits: tuple[Split, ...]
+    buckets: tuple[Bucket, ...]
+    costs: Mapping[str, float] | None  # of the changed graph, where prices are given by name
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A graph that has been read."""
+
+    change: Change
+    job: Job
+    collectives: tuple[Issued, ...]
+
+    @cached_property
+    def quick_us(self) -> float:
+        """What a quick schedule takes without a cap."""
+        return Overlap(self.job.problem, 0.0).quick().us
+
+
+#: Reads and prices a changed graph.
+Reader = Callable[[Change], Priced]
+
+
+# -- prices of what has none, where prices are given by name ---
+
+
+def split_costs(
+    costs: Mapping[str, float],
+    splits: Sequence[Split],
+    collectives: Sequence[Issued],
+    machine: Machine,
+) -> dict[str, float]:
+    """A chunk takes its share of the given time, and its share of the machine's fixed cost of a
+    kernel or a collective comes to a whole one again. So chunks never take less in all than what
+    they are of. Copies are priced by the machine's model."""
+    latency = {c.start: _latency_us(c, machine) for c in collectives}
+    made = dict(costs)
+    for split in splits:
+        k = split.chunks
+        for name in split.members:
+            if not (given := made.pop(name, None)):
+                chunk = given
+            else:
+                chunk = given / k + latency.get(name, machine.launch_us) * (1 - 1 / k)
+            if chunk is not None:
+                made.update((f"{name}_c{j}", chunk) for j in range(k))
+    return made
+
+
+def bucket_costs(
+    costs: Mapping[str, float],
+    buckets: Sequence[Bucket],
+    collectives: Sequence[Issued],
+    machine: Machine,
+) -> dict[str, float]:
+    """A bucket takes what its members take but the latencies of all but one: of each the part of
+    its given time that is latency by the machine's model, and no more than the latency there."""
+    calls = {c.start: c for c in collectives}
+    made = dict(costs)
+    for bucket in buckets:
+        given = [made.get(name) for name in bucket.members]
+        known = [us for us in given if us is not None]
+        if len(known) < len(given):
+            continue
+        saved = []
+        for name, us in zip(bucket.members, known, strict=True):
+            latency = _latency_us(calls[name], machine)
+            model = max(_model_us(calls[name], machine), latency, 1e-9)
+            saved.append(min(latency, us * latency / model))
+        made[bucket.name] = sum(known) - sum(sorted(saved)[:-1])
+        made[f"{bucket.name}_wait"] = 0.0
+    return made
+
+
+def _model_us(call: Issued, machine: Machine) -> float:
+    return number(collective_us(call.op, call.n, call.bytes, machine, call.ranks))
+
+
+def _latency_us(call: Issued, machine: Machine) -> float:
+    return float(collective_us(call.op, call.n, 1, machine, call.ranks))
