@@ -237,6 +237,14 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def views_untracked() -> Any:
+    """Inside, a view is a tensor of its own to autograd."""
+    return torch._C._ExcludeDispatchKeyGuard(_VIEWS)
+
+
 # An autograd.Function for use inside an op's autograd kernel: under torch.func.grad that kernel
 # runs for one level at a time.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction

@@ -84,15 +84,16 @@ def _all_gather_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call(*scatter).reshape(a.input_shape)
 
 
-def _gathered_by_group(op: str, x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
-    stacks.check_even_sizes(op, args)
-    return stacks.joined(groups.members(stacks.at_least_1d(x_W)), args.get("dim", 0))
+def _transposed_all_gather(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    return stacks.scattered(G_W, "sum", args.get("dim", 0), groups)
 
 
 @stacks.even
 @stacks.moved
+@stacks.linear(_transposed_all_gather)
 def _stacked_all_gather_into_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
-    return groups.spread(_gathered_by_group("all_gather_into_tensor", x_W, args, groups))
+    stacks.check_even_sizes("all_gather_into_tensor", args)
+    return stacks.gathered(x_W, args.get("dim", 0), groups)
 
 
 ALL_GATHER_INTO_TENSOR = Collective(
@@ -158,8 +159,10 @@ def _gather_adjoint(grad: Tensor, a: Call) -> Tensor:
 @stacks.even
 @stacks.moved
 def _stacked_gather(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    stacks.check_even_sizes("gather", args)
     dst = stacks.check_member("gather", "dst", args["dst"], groups.n)
-    return groups.only_on(dst, _gathered_by_group("gather", x_W, args, groups))
+    parts = groups.members(stacks.at_least_1d(x_W))
+    return groups.only_on(dst, stacks.joined(parts, args.get("dim", 0)))
 
 
 GATHER = Collective(
@@ -254,11 +257,16 @@ def _broadcast_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("reduce", grad, "sum", a.src, a.group_name)
 
 
+def _transposed_broadcast(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    return stacks.on_one(G_W, "sum", args["src"], groups)
+
+
 @stacks.even
 @stacks.moved
+@stacks.linear(_transposed_broadcast)
 def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     src = stacks.check_member("broadcast", "src", args["src"], groups.n)
-    return groups.spread(copied(groups.members(x_W)[src]))
+    return stacks.on_all(x_W, src, groups)
 
 
 BROADCAST = Collective(

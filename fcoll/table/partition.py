@@ -73,6 +73,11 @@ class Partition:
         return all(len(g) == self.n for g in self.groups)
 
     @cached_property
+    def in_order(self) -> bool:
+        """Have the members of each group the order of their global ranks?"""
+        return all(g == tuple(sorted(g)) for g in self.groups)
+
+    @cached_property
     def grid(self) -> tuple[int, int, int] | None:
         """(A, n, S) if rank = (a * n + i) * S + s is member i of group (a, s), else None."""
         if not self.is_even:
@@ -117,14 +122,18 @@ class Partition:
     def members(self, x_W: Tensor) -> Tensor:
         """[W, ...] -> [n, A, S, ...]: a view of a mesh, else a copy."""
         if self.grid is not None:
-            return x_W.unflatten(0, self.grid).movedim(1, 0)
+            A, n, S = self.grid  # by view and transpose: unflatten and movedim take 10 us more
+            if A == 1:
+                return x_W.view(n, 1, S, *x_W.shape[1:])
+            return x_W.view(A, n, S, *x_W.shape[1:]).transpose(0, 1)
         ordered = x_W.index_select(0, self._index("members", x_W))
         return ordered.unflatten(0, (self.n, len(self.groups), 1))
 
     def placed(self, parts: Tensor) -> Tensor:
         """[n, A, S, ...] -> [W, ...], a new tensor: what ``members`` cut, put back."""
         if self.grid is not None:
-            return parts.movedim(0, 1).clone(memory_format=torch.contiguous_format).flatten(0, 2)
+            x = parts.transpose(0, 1)
+            return x.clone(memory_format=torch.contiguous_format).view(self.world, *x.shape[3:])
         return parts.flatten(0, 2).index_select(0, self._index("place", parts))
 
     def spread(self, y: Tensor) -> Tensor:
@@ -132,12 +141,22 @@ class Partition:
 
         One group of all ranks is expanded, not copied: W=64 x 1 MiB all_gather 682 ms -> 20 ms.
         """
-        if self.grid is not None:
+        if len(self.groups) == 1:
+            return y[0, 0].expand(self.world, *y.shape[2:])
+        if self.grid is not None and _torch.tracing():
             A, n, S = self.grid
             return y.unsqueeze(1).expand(A, n, S, *y.shape[2:]).reshape(A * n * S, *y.shape[2:])
-        if len(self.groups) == 1:
-            return y[0].expand(self.world, *y.shape[2:])
         return y.flatten(0, 1).index_select(0, self._index("group", y))
+
+    def summed(self, x_W: Tensor, start: Tensor) -> Tensor:
+        """[W, ...] -> [A, S, ...]: each group's sum, added rank by rank to ``start`` [groups, ...],
+        of groups that are in order, on a CPU.
+
+        index_add adds one slice after the other: 64 x 1 KiB in 8 us, by torch.add 112.
+        """
+        start.index_add_(0, self._index("group", x_W), x_W)
+        A, _, S = self.grid or (len(self.groups), 0, 1)
+        return start.view(A, S, *x_W.shape[1:])
 
     def only_on(self, rank: int, y: Tensor) -> Tensor:
         """[A, S, ...] -> [W, ...]: on this rank of each group, zeros elsewhere."""
@@ -158,7 +177,10 @@ class Partition:
         members = [g[i] for i in range(self.n) for g in self.groups]
         place, group = [0] * self.world, [0] * self.world
         for at, r in enumerate(members):
-            place[r], group[r] = at, at % len(self.groups)
+            place[r] = at
+        for at, g in enumerate(sorted(self.groups) if self.grid else self.groups):
+            for r in g:
+                group[r] = at
         return {"members": members, "place": place, "group": group}
 
     @cached_property

@@ -48,11 +48,17 @@ def _all_reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share(G, a.saved_input, a.saved_output, a)
 
 
+def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    G_W = _stacked_all_reduce(G_W, {"reduce_op": "sum"}, groups)
+    return stacks.mean_or_sum(G_W, args, groups)
+
+
 @stacks.even
+@stacks.linear(_transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity")
 def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args.get("grad", "sum") == "identity":
         return stacks.OwnGradient.apply(x_W, args["reduce_op"], groups)
-    return groups.spread(stacks.folded(args["reduce_op"], groups.members(x_W)))
+    return groups.spread(stacks.reduced(args["reduce_op"], x_W, groups))
 
 
 ALL_REDUCE = Collective(
@@ -141,11 +147,16 @@ def _reduce_scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share_of(whole, grad, a)
 
 
+def _transposed_reduce_scatter(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    whole = stacks.gathered(G_W, args.get("dim", 0), groups)
+    return stacks.mean_or_sum(whole, args, groups)
+
+
 @stacks.even
+@stacks.linear(_transposed_reduce_scatter, when=stacks.sums)
 def _stacked_reduce_scatter_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("reduce_scatter_tensor", args)
-    whole = stacks.folded(args["reduce_op"], groups.members(x_W))
-    return groups.placed(stacks.cut(whole, args.get("dim", 0), groups.n))
+    return stacks.scattered(x_W, args["reduce_op"], args.get("dim", 0), groups)
 
 
 REDUCE_SCATTER_TENSOR = Collective(
@@ -191,10 +202,15 @@ def _reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     return share_of(from_root, grad, a)
 
 
+def _transposed_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    return stacks.mean_or_sum(stacks.on_all(G_W, args["dst"], groups), args, groups)
+
+
 @stacks.even
+@stacks.linear(_transposed_reduce, when=stacks.sums)
 def _stacked_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     dst = stacks.check_member("reduce", "dst", args["dst"], groups.n)
-    return groups.only_on(dst, stacks.folded(args["reduce_op"], groups.members(x_W)))
+    return stacks.on_one(x_W, args["reduce_op"], dst, groups)
 
 
 REDUCE = Collective(

@@ -206,39 +206,128 @@ def _halved(row: Reduction, parts: Tensor) -> Tensor:
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
-    """One add a member, not parts.sum(0), which adds in an order of its own."""
+    """Member by member, not parts.sum(0), which adds in an order of its own."""
+    wide, n = accumulator(parts.dtype), parts.shape[0]
     if is_compiling() or _torch.tracing():
         # a graph of n adds is one kernel, but compiles in a time that grows with n
-        wide = parts.to(accumulator(parts.dtype))
-        return functools.reduce(torch.add, wide.unbind()) if len(wide) <= 64 else wide.sum(0)
-    if _torch.plain(parts):  # apply takes 20 us more
-        return _SumInOrder.forward(parts)
-    return _SumInOrder.apply(parts)
+        parts = parts.to(wide)
+        return functools.reduce(torch.add, parts.unbind()) if n <= 64 else parts.sum(0)
+    if not parts.is_cpu:
+        return functools.reduce(torch.add, parts.to(wide).unbind())
+    # one slice after the other
+    index = parts.new_zeros(n, dtype=torch.int64)
+    return _zeros((1, *parts.shape[1:]), wide).index_add(0, index, parts.to(wide))[0]
 
 
-class _SumInOrder(torch.autograd.Function):
-    """In place, so that a group of 1,024 takes 1,024 adds and one buffer."""
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Negative ones: added to a number they leave it as it is, also if it is -0."""
+    zero = complex(-0.0, -0.0) if dtype.is_complex else -0.0
+    return torch.full(shape, zero, dtype=dtype, device="cpu")
 
-    generate_vmap_rule = True
+
+def reduced(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
+    """[W, ...] -> [A, S, ...]: what each of even groups reduces to."""
+    at_once = groups.n > 1 and groups.in_order and x_W.is_cpu and reduce_op in ("sum", "avg")
+    if not (at_once and _rounds(x_W.dtype) and _torch.ordinary(x_W)):
+        return folded(reduce_op, groups.members(x_W))
+    if not (x_W.requires_grad and torch.is_grad_enabled()):
+        return _summed(reduce_op, x_W, groups)
+    return _Summed.apply(x_W, reduce_op, groups)
+
+
+def _summed(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
+    dtype = x_W.dtype
+    wide = accumulator(dtype)
+    start = _zeros((len(groups.groups), *x_W.shape[1:]), wide)
+    total = groups.summed(x_W if wide is dtype else x_W.to(wide), start)
+    if reduce_op == "avg":
+        total = total / groups.n
+    return total if wide is dtype else total.to(dtype)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]
+        ctx.reduce_op, ctx.groups = reduce_op, groups
+        with _torch.views_untracked():
+            return _summed(reduce_op, x_W, groups)
 
     @staticmethod
-    def forward(parts: Tensor) -> Tensor:
-        wide = accumulator(parts.dtype)
-        if parts.dtype.itemsize == 1:
-            parts = parts.to(wide)  # torch adds no float8 to a float
-        first, *others = parts.unbind()
-        total = first.to(wide, copy=True).contiguous()
-        for part in others:
-            total.add_(part)
-        return total
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        G_W = ctx.groups.spread(G)
+        return mean_or_sum(G_W, {"reduce_op": ctx.reduce_op}, ctx.groups), None, None
+
+
+# -- rules that are linear ---
+
+
+def linear(
+    transposed: Rule, when: Callable[[Args], bool] = lambda args: True
+) -> Callable[[Rule], Rule]:
+    """A rule that is linear in its tensor, when the arguments are such: one node of autograd, whose
+    gradient is the collective that runs the bytes backwards. So its bits are those of real ranks,
+    where torch's own gradient of an expand would add in another order.
+
+    Not of one group: what all ranks share is expanded, and the gradient that arrives is a sum."""
+
+    def decorate(rule: Rule) -> Rule:
+        @functools.wraps(rule)
+        def stacked(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
+            differentiated = x_W.requires_grad and torch.is_grad_enabled()
+            several = differentiated and len(groups.groups) > 1
+            if several and when(args) and _torch.ordinary(x_W):
+                return _Linear.apply(x_W, rule, transposed, args, groups)
+            return rule(x_W, args, groups)
+
+        return stacked
+
+    return decorate
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_W: Tensor, rule: Rule, transposed: Rule, *rest: Any) -> Tensor:  # type: ignore[override]
+        ctx.shape, ctx.transposed, ctx.rest = x_W.shape, transposed, rest
+        with _torch.views_untracked():  # a result that is a view could not be written to
+            return rule(x_W, *rest)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.n, ctx.dtype = inputs[0].shape[0], inputs[0].dtype
+    def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return ctx.transposed(grad_W, *ctx.rest).reshape(ctx.shape), None, None, None, None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.to(ctx.dtype).expand(ctx.n, *grad.shape)
+
+def sums(args: Args) -> bool:
+    """Is the reduce op a sum or a mean, which are linear?"""
+    return args["reduce_op"] in ("sum", "avg")
+
+
+def mean_or_sum(G_W: Tensor, args: Args, groups: Partition) -> Tensor:
+    """The share of each part in the gradient of a sum, or of a mean."""
+    return G_W / groups.n if args["reduce_op"] == "avg" else G_W
+
+
+def on_all(x_W: Tensor, rank: int, groups: Partition) -> Tensor:
+    """One member's tensor, on all of its group."""
+    source = groups.members(x_W)[rank]
+    return groups.spread(source.clone(memory_format=torch.contiguous_format))
+
+
+def on_one(x_W: Tensor, reduce_op: str, rank: int, groups: Partition) -> Tensor:
+    """The members' tensors reduced, on one of them; zeros elsewhere."""
+    return groups.only_on(rank, reduced(reduce_op, x_W, groups))
+
+
+def gathered(x_W: Tensor, dim: int, groups: Partition) -> Tensor:
+    """The members' tensors one behind the other, on all of them."""
+    return groups.spread(joined(groups.members(at_least_1d(x_W)), dim))
+
+
+def scattered(x_W: Tensor, reduce_op: str, dim: int, groups: Partition) -> Tensor:
+    """The members' tensors reduced, each with its part of the result."""
+    whole = reduced(reduce_op, x_W, groups)
+    if dim == 0 and len(groups.groups) == 1 and groups.in_order:
+        return whole.view(groups.n, -1, *whole.shape[3:])
+    return groups.placed(cut(whole, dim, groups.n))
 
 
 # -- all_reduce(grad="identity"): the gradient that arrives is the whole one already ---
@@ -251,7 +340,7 @@ class OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:
-        return groups.spread(folded(reduce_op, groups.members(x_W)))
+        return groups.spread(reduced(reduce_op, x_W, groups))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, str, Partition], output: Tensor) -> None:
@@ -268,7 +357,7 @@ class OwnGradient(torch.autograd.Function):
             (x_W,) = ctx.saved_tensors
 
             def of_group(x: Tensor) -> Tensor:
-                return folded(ctx.reduce_op, ctx.groups.members(x))
+                return reduced(ctx.reduce_op, x, ctx.groups)
 
             y, pull = torch.func.vjp(of_group, x_W)
             G = G * pull(torch.ones_like(y))[0]

@@ -18,7 +18,7 @@ class Given:
     """``mapped`` tensors with their ``dims``; ``filled`` puts a rank's own in their places."""
 
     leaves: list[Any]
-    spec: TreeSpec
+    spec: TreeSpec | None  # None: the tensors are all of the arguments
     places: list[int]
     modules: list[nn.Module]
     mapped: list[Tensor]
@@ -26,6 +26,11 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, world: int) -> Given:
+        if isinstance(in_dims, int) and not kwargs and only_tensors(args):
+            # without a search, which of a small step takes a tenth of the time
+            for i, x in enumerate(args):
+                _check_stacked(x, in_dims, world, f"tensor {i} of the arguments")
+            return cls([], None, [], [], list(args), [in_dims] * len(args))
         leaves, spec = tree_flatten((args, kwargs))
         by_leaf = tree_flatten((_dims_of_args(in_dims, args), _dims_of(0, kwargs, "kwargs")))[0]
         places, modules, mapped, dims = [], [], [], []
@@ -48,6 +53,8 @@ class Given:
         self, mapped: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], None]]:
         """(args, kwargs) of a rank, and what puts the modules back."""
+        if self.spec is None:
+            return tuple(mapped), {}, _nothing
         leaves, rest = list(self.leaves), list(mapped)
         for place in self.places:
             leaves[place] = rest.pop(0)
@@ -63,6 +70,14 @@ class Given:
                 put_back()
 
         return args, kwargs, restore
+
+
+def only_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(x, Tensor) for x in values)
+
+
+def _nothing() -> None:
+    pass
 
 
 _REPLICATED = "replicated"  # in the place of a None, which is no leaf of a tree

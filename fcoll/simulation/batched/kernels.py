@@ -8,6 +8,7 @@ call on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fcoll.simulation.batched.stage import Stage, stage_of
 from fcoll.source import user_line
 from fcoll.table import stacks
 from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.partition import Partition
 from fcoll.table.row import Collective
 
 _lib = torch.library.Library("fcoll_simulation", "DEF")
@@ -30,40 +32,45 @@ _WAIT = COLLECTIVES["wait_tensor"]
 
 def teach() -> None:
     """Give every row's ops their kernel; again after rows were added."""
+    if COLLECTIVES.keys() <= _taught:
+        return
     for row in COLLECTIVES.values():
-        for target in (f"fcoll::{row.name}", *row.targets):
-            if target not in _taught:
-                _taught.add(target)
+        if row.name not in _taught:
+            for target in (f"fcoll::{row.name}", *row.targets):
                 namespace, name = target.split("::")
                 _torch.on_vmap(namespace, name, _kernel(row, namespace, name))
-    if "c10d" not in _taught:
-        _taught.add("c10d")
+    if not _taught:
         for name in _torch.c10d_ops():
             _torch.on_vmap("c10d", name, _refusal(name))
         # around results of torch's functional collectives, so that autograd waits for gradients
         wrap = "_wrap_tensor_autograd"
         _torch.on_vmap("_c10d_functional", wrap, _kernel(_WAIT, "_c10d_functional", wrap))
+    _taught.update(COLLECTIVES)
 
 
 def _kernel(row: Collective, namespace: str, name: str) -> Callable[..., Any]:
-    at = row.position.get("group_name")
-    names = [a.name for a in row.arguments]
     packet: Any = getattr(getattr(torch.ops, namespace), name, None)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(names, args, strict=False)) | kwargs
-        group = None if at is None else _name(named["group_name"])
-        level = _torch.current_level()
-        stage = stage_of(group)
-        if stage is None or level.level() != _level_of(stage):
-            with _torch.past_vmap_mode():
-                return packet(*args, **kwargs)
-        if row.is_wait:
-            return args[0]
-        named["group_name"] = stage.group_name(group)
-        return _run(stage, row, level, named)
+    def passed_on(args: Any, kwargs: Any) -> Any:
+        with _torch.past_vmap_mode():
+            return packet(*args, **kwargs)
 
-    return kernel
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        stage = stage_of(None)
+        if stage is None or _torch.current_level() != _level_of(stage):
+            return passed_on(args, kwargs)
+        return args[0]
+
+    at = row.position.get("group_name", -1)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        group = _name(kwargs["group_name"] if at >= len(args) else args[at]) if at >= 0 else None
+        stage = stage_of(group)
+        if stage is None or _torch.current_level() != (level := _level_of(stage)):
+            return passed_on(args, kwargs)
+        return _run(row, _prepared(stage, row, group, args, kwargs), level, args, kwargs)
+
+    return wait if row.is_wait else kernel
 
 
 def _name(group: Any) -> str:
@@ -78,29 +85,70 @@ def _level_of(stage: Stage) -> int | None:
     return next((level for level, size in _torch.vmap_sizes() if size == stage.size), None)
 
 
-def _run(stage: Stage, row: Collective, level: Any, named: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class _Prepared:
+    """A call that was checked: arguments that are no tensors, by name, and the groups."""
+
+    named: dict[str, Any]
+    partition: Partition
+    world: int
+
+
+def _prepared(
+    stage: Stage, row: Collective, group: str | None, args: Any, kwargs: dict[str, Any]
+) -> _Prepared:
+    """Checked, once for all calls with arguments that look the same: it takes 30 us."""
+    x = args[0] if args else None
+    if kwargs or not isinstance(x, Tensor) or not stage.knows(group):
+        return _checked(stage, row, group, args, kwargs)
+    key = row.name, args[1:], x.shape, x.dtype, x.device
+    try:
+        found = stage.prepared.get(key)
+    except TypeError:  # a list among the arguments
+        return _checked(stage, row, group, args, kwargs)
+    if found is None:
+        found = _checked(stage, row, group, args, kwargs)
+        if len(stage.prepared) == _MOST:
+            stage.prepared.clear()
+        stage.prepared[key] = found
+    return found
+
+
+_MOST = 1024
+
+
+def _checked(
+    stage: Stage, row: Collective, group: str | None, args: Any, kwargs: dict[str, Any]
+) -> _Prepared:
     if row.stacked is None:
         why = f"the row {row.name!r} has no `stacked` rule"
         hint = "Give it one (fcoll/table has many), or use fcoll.simulate_ranks."
         fail(NoStackedRule, op=row.name, why=why, hint=hint)
+    names = [a.name for a in row.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    named["group_name"] = stage.group_name(group)
     out = {"out": named["out"]} if row.has_out else {}
     row.check(*(x for name, x in named.items() if name not in out), **out)
-    tensors = [named.pop(a.name) for a in row.arguments if a.is_tensor and a.name in named]
-    at, W = level.level(), stage.size
-    with _torch.below(level):
-        xs = None
-        if tensors:
-            first = tensors[0]
-            if isinstance(first, Tensor):
-                xs = _torch.stacked(first, at, W)
-            else:
-                xs = [_torch.stacked(x, at, W) for x in first]
-        outs = row.stacked(xs, named, stage.partition(named["group_name"]))
+    kept = {a.name: named[a.name] for a in row.arguments if not a.is_tensor and a.name in named}
+    return _Prepared(kept, stage.partition(named["group_name"]), stage.size)
+
+
+def _run(row: Collective, call: _Prepared, level: int, args: Any, kwargs: dict[str, Any]) -> Any:
+    assert row.stacked is not None
+    W = call.world
+    with _torch.below():
+        first = args[0] if args else None
+        xs: Any = None
+        if isinstance(first, Tensor):
+            xs = _torch.stacked(first, level, W)
+        elif row.arguments[0].is_tensor:
+            xs = [_torch.stacked(x, level, W) for x in first]
+        outs = row.stacked(xs, call.named, call.partition)
         if row.mutates:
-            return _written(row, tensors[-1], outs, at)
+            return _written(row, kwargs["out"] if row.has_out else first, outs, level)
         if row.on_lists:
-            return [_rank_tensor(y, at) for y in outs]
-        return _rank_tensor(outs, at)
+            return [_rank_tensor(y, level) for y in outs]
+        return _rank_tensor(outs, level)
 
 
 def _rank_tensor(y_W: Tensor, level: int) -> Tensor:
@@ -130,7 +178,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         stage = stage_of(None)
-        if stage is not None and _torch.current_level().level() == stage.level:
+        if stage is not None and _torch.current_level() == stage.level:
             why = f"c10d::{name} writes to its arguments through a process group"
             hint = "Use the function of the same name in fcoll or fcoll.dist"
             fail(NotInBatch, line=user_line(), why=why, hint=hint)
@@ -166,13 +214,13 @@ def _identity(x: Tensor, group_name: str) -> Tensor:
 
 def _identity_of_ranks(x: Tensor, group_name: str) -> Tensor:
     stage, level = stage_of(group_name), _torch.current_level()
-    if stage is None or level.level() != _level_of(stage):
+    if stage is None or level != _level_of(stage):
         with _torch.past_vmap_mode():
             return torch.ops.fcoll_simulation.identity(x, group_name)
-    with _torch.below(level):
-        x_W = _torch.stacked(x, level.level(), stage.size)
+    with _torch.below():
+        x_W = _torch.stacked(x, level, stage.size)
         y_W = stacks.identity(x_W, {}, stage.partition(group_name))
-        return _torch.add_rank_dim(y_W, 0, level.level())
+        return _torch.add_rank_dim(y_W, 0, level)
 
 
 _lib.define("identity(Tensor x, str group_name) -> Tensor")
@@ -199,12 +247,12 @@ def _index_op(name: str, values: Callable[[Stage, str], Sequence[int]]) -> None:
     def kernel(group_name: str) -> Tensor:
         stage, level = stage_of(group_name), _torch.current_level()
         assert stage is not None
-        if level.level() != _level_of(stage):
+        if level != _level_of(stage):
             with _torch.past_vmap_mode():
                 return packet(group_name)
-        with _torch.below(level):
+        with _torch.below():
             found = torch.tensor(values(stage, group_name))
-            return _torch.add_rank_dim(found, 0, level.level())
+            return _torch.add_rank_dim(found, 0, level)
 
     torch.library.register_fake(
         f"fcoll_simulation::{name}",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fcoll.errors import BadMesh
 from fcoll.simulation.batched import _torch, kernels, traced
-from fcoll.simulation.batched.arguments import Given
+from fcoll.simulation.batched.arguments import Given, only_tensors
 from fcoll.simulation.batched.refusals import explained
 from fcoll.simulation.batched.stage import Stage
 
@@ -89,15 +89,16 @@ class Simulated:
         def on_ranks(*mapped: Tensor) -> list[Tensor]:
             a, k, restore = given.filled(mapped)
             try:
-                leaves, spec = tree_flatten(self.fn(*a, **k))
+                out = self.fn(*a, **k)
             finally:
                 restore()
-            shape[:] = leaves, spec
+            leaves, rebuilt = _flat(out)
+            shape[:] = leaves, rebuilt
             return [x for x in leaves if isinstance(x, Tensor)]
 
         outs = iter(self._vmap(on_ranks, given, size))
-        leaves, spec = shape
-        return tree_unflatten([next(outs) if isinstance(x, Tensor) else x for x in leaves], spec)
+        leaves, rebuilt = shape
+        return rebuilt([next(outs) if isinstance(x, Tensor) else x for x in leaves])
 
     def _vmap(self, on_ranks: Fn, given: Given, size: int) -> Any:
         if not is_compiling():
@@ -109,3 +110,17 @@ class Simulated:
             randomness=self.randomness,
         )
         return mapped(ranks, *given.mapped)
+
+
+def _flat(out: Any) -> tuple[list[Any], Fn]:
+    """The leaves of what fn returns, and what makes the same of others."""
+    if isinstance(out, Tensor):
+        return [out], _only
+    if type(out) in (list, tuple) and only_tensors(out):
+        return list(out), type(out)
+    leaves, spec = tree_flatten(out)
+    return leaves, lambda leaves: tree_unflatten(leaves, spec)
+
+
+def _only(leaves: list[Any]) -> Any:
+    return leaves[0]

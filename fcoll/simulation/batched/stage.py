@@ -39,6 +39,7 @@ class Stage:
         self.name = f"simulated{next(_count)}"
         stages[self.name] = self
         self._partitions: dict[str, Partition] = {}
+        self.prepared: dict[Any, Any] = {}  # calls that were checked (kernels)
         self._meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
         names = {label: self._name(label) for label in ("world", *self.axes)}
         self._world = _torch.World(names, self.axes, device)
@@ -77,6 +78,11 @@ class Stage:
 
     def partition(self, name: str) -> Partition:
         return self._partitions[self.group_name(name)]
+
+    def knows(self, name: str | None) -> bool:
+        """Is it a name of this stage's own, while it runs? Others may come to mean other groups,
+        and what a compiler traces has sizes that are symbols."""
+        return self.level is not None and name in self._partitions
 
     def group_name(self, group: Any) -> str:
         """The name by which ops refer to the groups of all ranks, of anything that names them."""
