@@ -6,9 +6,9 @@ not all ranks have a counterpart of, the other ranks make no call and keep what 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,35 +36,53 @@ class Result:
         return zip(self.ranks, rows.unbound(self.stack), strict=True)
 
 
-@cache
-def partition(calling: groups.Groups, ranks: tuple[int, ...]) -> Any:
-    """The groups as a Partition of the rows of a stack of ``ranks``."""
-    from fcoll.table.partition import Partition  # not at import: fcoll.local may be served early
+@dataclass(frozen=True)
+class Calling:
+    """Who makes a call together: the groups, their ranks, and the groups as rows of a stack."""
 
-    place = {r: i for i, r in enumerate(ranks)}
-    return Partition(tuple(tuple(place[r] for r in g) for g in calling))
+    groups: groups.Groups
+    ranks: tuple[int, ...]
+    partition: Any
+
+
+# group -> ranks of a tensor -> (all groups that it was made from, Calling)
+_calling: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def calling(group: Any, order: tuple[int, ...]) -> Calling:
+    """Kept: to sort 64 ranks and look them up would take as long as the rest of a collective."""
+    everyone, kept = groups.groups_of(group), _calling.setdefault(group, {})
+    found = kept.get(order)
+    if found is None or found[0] is not everyone:  # a mesh of this group was made since
+        from fcoll.table.partition import Partition  # not at import: this may be served early
+
+        made = groups.calling(group, order)
+        ranks = tuple(sorted(r for g in made for r in g))
+        place = {r: i for i, r in enumerate(ranks)}
+        partition = Partition(tuple(tuple(place[r] for r in g) for g in made))
+        found = kept[order] = everyone, Calling(made, ranks, partition)
+    return found[1]
 
 
 def run(name: str, x: LocalTensor, group: Any, **args: Any) -> Result:
     """The collective of this row of the table, for all ranks of ``x``."""
     local(x)
-    calling = groups.calling(group, x._order)
-    ranks = tuple(sorted(r for g in calling for r in g))
+    who = calling(group, x._order)
     x, args = _reducing(x, args)
     stack = x._as_stack()
     if stack is not None and not _ragged(args) and stack.layout is torch.strided:
-        _check(name, stack.shape[1:], len(calling[0]), args)
-        if ranks != x._order:
-            stack = stack[[x._order.index(r) for r in ranks]]
-        return Result(ranks, stack=_rule(name)(stack, args, partition(calling, ranks)))
+        _check(name, stack.shape[1:], len(who.groups[0]), args)
+        if who.ranks != x._order:
+            stack = stack[[x._order.index(r) for r in who.ranks]]
+        return Result(who.ranks, stack=_rule(name)(stack, args, who.partition))
     parts: dict[int, Tensor] = {}
-    for g in calling:
+    for g in who.groups:
         mine = [x._local_tensors[r] for r in g]
         for t in mine:
             _check(name, t.shape, len(g), args)
         given = {k: _of_ranks(v, g) for k, v in args.items()}
         parts |= zip(g, ON_GROUP[name](mine, given), strict=True)
-    return Result(ranks, parts=parts)
+    return Result(who.ranks, parts=parts)
 
 
 def local(x: Any, what: str = "Input") -> LocalTensor:
@@ -95,7 +113,9 @@ def _reducing(x: LocalTensor, args: dict[str, Any]) -> tuple[LocalTensor, dict[s
 
 def _ragged(args: Mapping[str, Any]) -> bool:
     """Do splits make results of different shapes, or differ between ranks?"""
-    splits = [*(args.get("input_split_sizes") or ()), *(args.get("output_split_sizes") or ())]
+    if "input_split_sizes" not in args:
+        return False
+    splits = [*(args["input_split_sizes"] or ()), *(args["output_split_sizes"] or ())]
     return any(isinstance(s, torch.SymInt) for s in splits) or len(set(splits)) > 1
 
 
@@ -142,7 +162,8 @@ def write(result: Result, out: LocalTensor, only: Sequence[int] | None = None) -
     local(out, "Output")
     whole = only is None and result.ranks == out._order
     if whole and out._stack is not None and result.stack is not None:
-        out._stack.copy_(result.stack.reshape(out._stack.shape))
+        same = result.stack.shape == out._stack.shape
+        out._stack.copy_(result.stack if same else result.stack.reshape(out._stack.shape))
         return
     for r, t in result.items():
         if only is None or r in only:

@@ -54,7 +54,9 @@ def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) ->
 
 
 @stacks.even
-@stacks.linear(_transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity")
+@stacks.linear(
+    _transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity"
+)
 def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args.get("grad", "sum") == "identity":
         return stacks.OwnGradient.apply(x_W, args["reduce_op"], groups)

@@ -412,8 +412,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "nonzero": (lambda x: x.nonzero(), "shape of a result would differ"),
     "backward": (lambda x: x.sum().backward(), r"backward\(\) is called inside"),
     "write": (lambda x: fcoll.all_reduce(x).add_(x), "is written to with values that differ"),
-    "dist": (lambda x: dist.all_reduce(x.clone()), "through a process group"),
-    "dist on equal": (lambda x: dist.all_reduce(torch.ones(3)), "through a process group"),
+    "message": (lambda x: dist.send(x, 1), "is a message"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
@@ -217,6 +217,73 @@ def test_rank_order_to_the_bit(dtype, reduce_op):
     x_W = cases.values((40, 7), dtype, 3, exact=False)
     got = COLLECTIVES["all_reduce"].stacked(x_W, {"reduce_op": reduce_op}, [range(40)])
     assert torch.equal(bits(got[17]), bits(fold(REDUCTIONS[reduce_op], x_W)))
+
+
+IN_GROUPS = {
+    "rows": [range(20), range(20, 40)],
+    "columns": [range(0, 40, 2), range(1, 40, 2)],
+    "listed backwards": [range(20, 40), range(20)],
+    "each backwards": [range(19, -1, -1), range(39, 19, -1)],
+    "one backwards": [range(39, -1, -1)],
+    "uneven": [range(3, 40), range(3)],
+}
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+@pytest.mark.parametrize("op", ["all_reduce", "reduce", "reduce_scatter_tensor"])
+def test_rank_order_in_every_group(op, name):
+    groups = [list(g) for g in IN_GROUPS[name]]
+    if op != "all_reduce" and name == "uneven":
+        pytest.skip("shapes would differ")
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        x_W = cases.values((40, 40), dtype, 3, exact=False)
+        if not dtype.is_complex:  # torch.add itself loses the sign of a complex zero
+            x_W[:, :4] = -0.0
+        y_W = COLLECTIVES[op].stacked(x_W, {"reduce_op": "sum", "dst": 1}, groups)
+        for g in groups:
+            want = fold(REDUCTIONS["sum"], x_W[g])
+            for i, r in enumerate(g):
+                if op == "reduce" and i != 1:
+                    assert not y_W[r].any()
+                    continue
+                size = 40 // len(g)
+                mine = want[i * size : (i + 1) * size] if op == "reduce_scatter_tensor" else want
+                assert torch.equal(bits(y_W[r]), bits(mine)), (r, y_W[r], mine)
+
+
+@pytest.mark.parametrize("name", ["rows", "columns", "each backwards"])
+def test_gradients_are_added_in_rank_order(name):
+    """As the adjoint's all_reduce, reduce_scatter and reduce do on real ranks."""
+    groups = [list(g) for g in IN_GROUPS[name]]
+    x_W, w_W = (cases.values((40, 20), torch.float32, seed, exact=False) for seed in (3, 4))
+    wide_W = cases.values((40, 400), torch.float32, 5, exact=False)
+    for op, weights in (
+        ("all_reduce", w_W),
+        ("all_gather_into_tensor", wide_W),
+        ("broadcast", w_W),
+    ):
+        x = x_W.clone().requires_grad_()
+        y_W = COLLECTIVES[op].stacked(x, {"reduce_op": "sum", "src": 2}, groups)
+        (grad,) = torch.autograd.grad((y_W * weights).sum(), x)
+        for g in groups:
+            total = fold(REDUCTIONS["sum"], weights[g])
+            for i, r in enumerate(g):
+                want = total[i * 20 : (i + 1) * 20] if op == "all_gather_into_tensor" else total
+                want = want if op != "broadcast" or i == 2 else torch.zeros(20)
+                assert torch.equal(grad[r], want), (op, r)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 3], [2, 1]]])
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather_into_tensor", "broadcast"])
+def test_results_that_need_a_gradient_can_be_written_to(op, groups):
+    x_W = torch.ones(4, 2, requires_grad=True)
+
+    def gradient(triple: Callable[[Tensor], Tensor]) -> Tensor:
+        y_W = COLLECTIVES[op].stacked(x_W, {"reduce_op": "sum", "src": 0}, groups)
+        y = y_W[0] if len(groups) == 1 else y_W  # of one group the ranks share a result
+        return torch.autograd.grad(triple(y).sum(), x_W)[0]
+
+    assert torch.equal(gradient(lambda y: y.mul_(3)), gradient(lambda y: y * 3))
 
 
 @pytest.mark.parametrize("reduce_op", ["min", "max", "sum", "product", "avg"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._distributed_c10d import FakeWork
 from torch._C._functorch import (
     CInterpreter,
     TransformType,
@@ -79,7 +80,7 @@ _LEFT_OUT = _keys(
 )
 
 
-class below:  # noqa: N801
+class below:
     """As the program around this vmap: autograd and outer transforms see what is done inside.
 
     A class: a generator would take twice its 3 us."""
@@ -131,6 +132,22 @@ def c10d_ops() -> list[str]:
     """The names of the ops behind torch.distributed's own functions."""
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
     return sorted(name.removeprefix("c10d::") for name in names)
+
+
+def unboxed_group(group: Any) -> dist.ProcessGroup:
+    """The process group that a c10d op got."""
+    return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
+def reduce_op_name(reduce_op: Any) -> str:
+    """The name of the reduce op that a c10d op got."""
+    op = reduce_op.op
+    return dist.ReduceOp.RedOpType(op() if callable(op) else op).name.lower()
+
+
+def completed_work() -> Any:
+    """A Work that is complete, as c10d ops return it."""
+    return dist.Work.boxed(FakeWork())
 
 
 def tracing_context() -> Any:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fcoll._torch import SingleLevelFunction, below_autograd, single_level_functions
 from fcoll.eager import direct
-from fcoll.errors import NoStackedRule, NotInBatch, fail
-from fcoll.simulation.batched import _torch
+from fcoll.errors import NoStackedRule, fail
+from fcoll.simulation.batched import _torch, in_place
 from fcoll.simulation.batched.stage import Stage, stage_of
-from fcoll.source import user_line
 from fcoll.table import stacks
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.partition import Partition
@@ -41,7 +40,7 @@ def teach() -> None:
                 _torch.on_vmap(namespace, name, _kernel(row, namespace, name))
     if not _taught:
         for name in _torch.c10d_ops():
-            _torch.on_vmap("c10d", name, _refusal(name))
+            _torch.on_vmap("c10d", name, _in_place(name))
         # around results of torch's functional collectives, so that autograd waits for gradients
         wrap = "_wrap_tensor_autograd"
         _torch.on_vmap("_c10d_functional", wrap, _kernel(_WAIT, "_c10d_functional", wrap))
@@ -137,7 +136,7 @@ def _run(row: Collective, call: _Prepared, level: int, args: Any, kwargs: dict[s
     assert row.stacked is not None
     W = call.world
     with _torch.below():
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         xs: Any = None
         if isinstance(first, Tensor):
             xs = _torch.stacked(first, level, W)
@@ -173,17 +172,15 @@ def _written(row: Collective, into: Any, outs: Any, level: int) -> Any:
     return into
 
 
-def _refusal(name: str) -> Callable[..., Any]:
+def _in_place(name: str) -> Callable[..., Any]:
     packet = getattr(torch.ops.c10d, name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         stage = stage_of(None)
-        if stage is not None and _torch.current_level() == stage.level:
-            why = f"c10d::{name} writes to its arguments through a process group"
-            hint = "Use the function of the same name in fcoll or fcoll.dist"
-            fail(NotInBatch, line=user_line(), why=why, hint=hint)
-        with _torch.past_vmap_mode():
-            return packet(*args, **kwargs)
+        if stage is None or _torch.current_level() != stage.level:
+            with _torch.past_vmap_mode():
+                return packet(*args, **kwargs)
+        return in_place.run(name, stage.group_name, args)
 
     return kernel
 
