@@ -23,6 +23,7 @@ from torch._C._functorch import (
     _vmap_increment_nesting,
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import (
     ProcessGroup,
     Work,
@@ -146,6 +147,11 @@ def wrapper(cls: type, shape: Any, strides: Any, like: Tensor, **options: Any) -
 def in_fake_mode() -> bool:
     """Is a FakeTensorMode active?"""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def in_a_trace(t: Tensor) -> bool:
+    """Is it a tensor that AOT functionalizes?"""
+    return isinstance(t, FunctionalTensor)
 
 
 def unbox_group(group: Any) -> ProcessGroup:

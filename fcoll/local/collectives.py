@@ -75,6 +75,10 @@ def run(name: str, x: LocalTensor, group: Any, **args: Any) -> Result:
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
         return Result(who.ranks, stack=_rule(name)(stack, args, who.partition))
+    if name not in ON_GROUP or args.get("dim") or args.get("sizes"):
+        from fcoll.errors import RaggedRanks
+
+        raise RaggedRanks(op=name, why="the ranks' tensors have different shapes")
     parts: dict[int, Tensor] = {}
     for g in who.groups:
         mine = [x._local_tensors[r] for r in g]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcoll.local import _c10d, functional, mesh, over_ranks
+from fcoll.local import _c10d, functional, mesh, over_ranks, own
 from fcoll.local.scan import Seen, scan
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def _for_all_ranks(func: Any, args: Any, kwargs: Any, seen: Seen, order: tuple[i
         return _c10d.run(func, args, kwargs)
     elif func in functional.OPS or func.namespace in functional.NAMESPACES:
         return functional.run(func, args, kwargs)
+    elif func.namespace == "fcoll":
+        return own.run(func, args, kwargs)
     return over_ranks.run(func, args, kwargs, seen, order)
 
 

@@ -21,14 +21,14 @@ _known: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
 def remember(mesh: Any) -> None:
     """Note the groups of all ranks for each dim of a mesh."""
-    names = _torch.mesh_group_names(mesh)
-    if not names:
-        return
+    for dim, name in enumerate(_torch.mesh_group_names(mesh)):
+        _known[_torch.resolve_group(name)] = _along(mesh, dim)
+
+
+def _along(mesh: Any, dim: int) -> Groups:
     fibers = _torch.mesh_fibers(mesh)
-    for dim, name in enumerate(names):
-        group = _torch.resolve_group(name)
-        lists = fibers.movedim(dim + 1, -1).reshape(-1, fibers.shape[dim + 1]).tolist()
-        _known[group] = tuple(map(tuple, lists))
+    lists = fibers.movedim(dim + 1, -1).reshape(-1, fibers.shape[dim + 1]).tolist()
+    return tuple(map(tuple, lists))
 
 
 def groups_of(group: Any) -> Groups:
@@ -40,12 +40,16 @@ def groups_of(group: Any) -> Groups:
 
 def _remember_all(group: Any) -> None:
     """Once for each group: a mesh does not register itself, but one that lives can be found."""
+    ranks, world = tuple(_torch.group_ranks(group)), _torch.group_ranks(_torch.default_group())
     for mesh in _torch.living_meshes():
-        if group.group_name in _torch.mesh_group_names(mesh):
-            remember(mesh)
+        names = _torch.mesh_group_names(mesh)
+        if group.group_name in names:
+            found = _along(mesh, names.index(group.group_name))
+            # meshes outlive their world, and the next one has groups of the same names
+            if ranks in found and {r for g in found for r in g} <= set(world):
+                _known[group] = found
     if group not in _known:
-        world = _torch.group_ranks(_torch.default_group())
-        _known[group] = derived(tuple(_torch.group_ranks(group)), len(world))
+        _known[group] = derived(ranks, len(world))
 
 
 @cache

@@ -65,6 +65,7 @@ def _new_names() -> list[tuple[Any, str, Any]]:
         if hasattr(dist, name):
             found.append((at["dist"], name, reduce.noting_factor))
     found.append((at["funcol"], "permute_tensor", permute_tensor))
+    found.append((at["mesh"], "_get_all_submeshes", all_submeshes))
     patched = [(o, n, _in_a_mode(getattr(o, n), new)) for o, n, new in found]
     return [*patched, (at["mesh"], "get_group", _remembering(at["mesh"].get_group)), *_adopted()]
 
@@ -172,4 +173,12 @@ def permute_tensor(old: Any, self: Any, src_dst: list[int], group: Any, tag: str
     return permuted(self, src_dst, _torch.funcol_group(group, tag))
 
 
-_TAKE_OLD = {reduce.noting_factor, permute_tensor}
+def all_submeshes(old: Any, mesh: Any, dim: str) -> Any:
+    """torch asks in which of them its rank is; the process is rank 0."""
+    mode = modes.enabled_local_tensor_mode()
+    assert mode is not None
+    with mode.disable():
+        return old(mesh, dim)
+
+
+_TAKE_OLD = {reduce.noting_factor, permute_tensor, all_submeshes}

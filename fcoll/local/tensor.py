@@ -104,6 +104,8 @@ class LocalTensor(Tensor):
         tensors = [self._parts[r] for r in self._order]
         if self._uneven is not None or not rows.is_even(tensors):
             return None
+        if _torch.in_a_trace(tensors[0]):  # a compiler wants each rank's own tensor back
+            return None
         if not self._owned and limit is not None and _bytes(tensors[0]) > limit:
             return None
         stack = rows.stack_of(tensors)
@@ -164,6 +166,12 @@ class LocalTensor(Tensor):
         from fcoll.local import dispatch  # it needs this class
 
         return dispatch.dispatch(func, args, kwargs or {}, None)
+
+    def wait(self) -> LocalTensor:
+        """Itself: results of functional collectives, which programs wait for, are complete."""
+        return self
+
+    trigger_wait = wait
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.reconcile().numpy(force=force)

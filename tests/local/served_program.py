@@ -14,6 +14,7 @@ sys.modules["torch.distributed._local_tensor._c10d"] = fcoll.local._c10d
 
 import torch  # noqa: E402  after the module is served
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as funcol  # noqa: E402
 from torch.distributed._local_tensor import (  # noqa: E402
     LocalIntNode,
     LocalRunnerMode,
@@ -236,6 +237,45 @@ def test_dtensor():
         a, b = (distribute_tensor(torch.randn(4, 4), mesh, [Shard(0), Replicate()]) for _ in "ab")
         want = torch.cat([a.full_tensor().reconcile(), b.full_tensor().reconcile()])
         assert_close(torch.cat([a, b]).full_tensor().reconcile(), want)
+
+
+def test_placements_of_uneven_means():
+    with LocalTensorMode(W):
+        mesh = init_device_mesh("cpu", (W,))
+        for rows, placement in ((3, Replicate()), (8, Partial("avg"))):
+            whole = torch.arange(4.0 * rows).view(rows, 4)
+            mean = distribute_tensor(whole, mesh, [Shard(0)]).mean()
+            assert list(mean.placements) == [placement]
+            assert_close(mean.full_tensor().reconcile(), whole.mean().reconcile())
+
+
+def test_functional_results_are_waited_for():
+    with LocalTensorMode(W):
+        x = rank_map(lambda r: torch.full((W,), float(r)))
+        y = funcol.all_to_all_single(x, [1] * W, [1] * W, dist.group.WORLD).wait()
+        assert isinstance(y, LocalTensor)
+        assert_close(y.reconcile(), torch.arange(4.0).reconcile())
+
+
+def test_all_submeshes_in_a_mode():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with LocalTensorMode(W):
+        found = [m.mesh.tolist() for m in mesh._get_all_submeshes("pp")]
+    assert found == [[0, 1], [2, 3]]
+
+
+def test_worlds_one_after_another():
+    """A mesh that is still there does not say what the groups of the next world are."""
+    kept = []
+    for size in (2, 3, 4, 3):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=size)
+        x = LocalTensor({r: torch.full((2,), float(r)) for r in range(size)})
+        dist.all_reduce(x)
+        assert_close(x.reconcile(), torch.full((2,), float(sum(range(size)))))
+        with LocalTensorMode(size):
+            kept.append(init_device_mesh("cpu", (size,)))
+            kept.append(distribute_tensor(torch.ones(6), kept[-1], [Shard(0)]).sum())
 
 
 def test_pipeline_of_threads():
