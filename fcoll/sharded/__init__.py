@@ -10,6 +10,9 @@ from fcoll.sharded._torch import (
     EnumerableShardingSpec,
     Shard,
     ShardedTensorMetadata,
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
@@ -29,8 +32,12 @@ from fcoll.sharded.creators import (
 )
 from fcoll.sharded.dispatch import built_in as _sharded_op_impl  # noqa: F401  torch's name
 from fcoll.sharded.dispatch import sharded_op, sharding_spec_op
+from fcoll.sharded.dtensors import from_dtensor, to_dtensor
+from fcoll.sharded.files import load_files
+from fcoll.sharded.pickling import load_with_process_group
 from fcoll.sharded.plan import Plan
 from fcoll.sharded.resharding import reshard
+from fcoll.sharded.restoring import from_torch
 from fcoll.sharded.scatter import shard_tensor
 from fcoll.sharded.served import serve_torch
 from fcoll.sharded.specs import GridShardingSpec, chunk, grid
@@ -48,18 +55,25 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
     "arange",
     "chunk",
     "custom_sharded_op_impl",
     "empty",
+    "from_dtensor",
     "from_function",
     "from_local_tensor",
+    "from_torch",
     "full",
     "grid",
     "init_from_local_shards",
     "init_from_local_shards_and_global_metadata",
+    "load_files",
+    "load_with_process_group",
     "ones",
     "rand",
     "randn",
@@ -68,5 +82,6 @@ __all__ = [
     "shard_tensor",
     "sharded_op",
     "sharding_spec_op",
+    "to_dtensor",
     "zeros",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -15,18 +16,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import (
     ShardedTensorMetadata as ShardedTensorMetadata,
 )
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
+from torch.distributed._shard.sharder import Sharder as Sharder
+from torch.distributed._shard.sharding_plan import ShardingPlan as ShardingPlan
+from torch.distributed._shard.sharding_plan import ShardingPlanner as ShardingPlanner
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec as ChunkShardingSpec
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
 from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
 from torch.distributed.remote_device import _remote_device as RemoteDevice
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 __all__ = ["RemoteDevice"]
+
+#: What unpickles a tensor of a subclass: (func, its type, args, its state) -> the tensor.
+rebuild_of_type = torch._tensor._rebuild_from_type_v2
+
+#: torch's own class, also while serve_torch gives its name to ours
+TheirShardedTensor = _sharded_tensor.ShardedTensor
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -46,6 +58,22 @@ def default_group() -> dist.ProcessGroup:
 def is_member(pg: Any) -> bool:
     """Is this rank in the group? new_group gives the others a stand-in."""
     return not dist.distributed_c10d._rank_not_in_group(pg)
+
+
+def block_of(size: Sequence[int], mesh: Any, coordinate: Any, placements: Any) -> tuple[Any, Any]:
+    """The offsets and the lengths of what a rank of a DTensor's mesh holds."""
+    lengths, offsets = _compute_local_shape_and_global_offset(
+        size, mesh.shape, coordinate, placements
+    )
+    return offsets, lengths
+
+
+def pickled_types() -> list[Any]:
+    """The types of torch that a pickled sharded tensor consists of."""
+    properties = sys.modules[TensorProperties.__module__]
+    specs = ChunkShardingSpec, EnumerableShardingSpec
+    metadata = Shard, ShardMetadata, ShardedTensorMetadata, TensorProperties, RemoteDevice
+    return [*specs, *metadata, properties.MEM_FORMAT_ENCODING]
 
 
 def rank_of_worker(name: str) -> int | None:

@@ -80,3 +80,30 @@ class BadSize(FcollError, TypeError):
 
 class NotSharded(FcollError, TypeError):
     template = "{what} is {kind}{at}. Pass {want}."
+
+
+class WorldNeeded(FcollError, RuntimeError):
+    template = (
+        'Need to initialize default process group using "init_process_group" before loading '
+        "{what}{at}. Its shards are of one rank: load it on that rank of as many."
+    )
+
+
+class OtherRanks(FcollError, RuntimeError):
+    template = (
+        "{what} at save time was {saved}, but at load time was {now}{at}. A pickle holds the "
+        "shards of one rank: load each on the rank that saved it, or all of them on other ranks "
+        "with fcoll.sharded.load_files. Checkpoints of torch.distributed.checkpoint load on any "
+        "ranks."
+    )
+
+
+class GroupAlreadySet(FcollError, RuntimeError):
+    template = (
+        'ProcessGroup already set by previous "load_with_process_group" context manager '
+        "(it is {group}){at}. Load for one group after the other."
+    )
+
+
+class BadMesh(FcollError):
+    template = "{why}{at}. {hint}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from fcoll.sharded import _torch, creators, dispatch, placements, scatter, tensor
+from fcoll.sharded import _torch, creators, dispatch, pickling, placements, scatter, tensor
 
 SHARD = "torch.distributed._shard"
 
@@ -22,6 +22,8 @@ SERVED: dict[tuple[str, str], Any] = {
     (f"{SHARD}.sharded_tensor.utils", "_parse_and_validate_remote_device"): placements.owner,
     (f"{SHARD}.sharding_spec.api", "custom_sharding_spec_op"): dispatch.sharding_spec_op,
     (f"{SHARD}.api", "_shard_tensor"): scatter.shard_tensor,
+    (f"{SHARD}.api", "load_with_process_group"): pickling.load_with_process_group,
+    (f"{SHARD}.api", "_get_current_process_group"): pickling.current_process_group,
 }
 
 

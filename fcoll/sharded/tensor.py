@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
-from fcoll.sharded import _torch, from_shards, gathering, resharding
+from fcoll.sharded import _torch, checkpoint, from_shards, gathering, pickling, resharding
 from fcoll.sharded._torch import (
     Shard,
     ShardedTensorMetadata,
@@ -271,6 +271,36 @@ class ShardedTensor(ShardedTensorBase):
         return from_shards.from_local_tensor(
             cls, local_tensor, sharding_spec, global_size, process_group, init_rrefs
         )
+
+    # -- kept, copied and loaded ---
+
+    ProcessGroupState = pickling.ProcessGroupState  # torch's place for it, in its pickles too
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pickling.rebuilt, (type(self), self.__getstate__())
+
+    def __getstate__(self) -> tuple:  # type: ignore[override]
+        return pickling.state_of(self)
+
+    def __setstate__(self, state: tuple) -> None:
+        pickling.restore(self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return pickling.copied(self, memo)
+
+    def __copy__(self) -> Any:
+        return self._with(list(self._local_shards), anchor=self._anchor)
+
+    # torch.distributed.checkpoint asks these of whatever it saves and loads
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpoint.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpoint.shard_at(self, index)
 
     def _with(
         self,

@@ -1,0 +1,67 @@
+"""What torch.distributed.checkpoint asks of a sharded tensor: which blocks to write and to read.
+
+A checkpoint is a list of blocks with their offsets. It is read by whatever names blocks of the same
+tensor: another layout, other ranks, a DTensor, torch's own ShardedTensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fcoll.sharded._torch import Shard
+from fcoll.sharded.errors import BadShards
+
+if TYPE_CHECKING:  # importing it takes a while, and most programs write no checkpoint
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+def write_items(st: Any, name: str) -> list[WriteItem]:
+    """What this rank writes."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    kept = st._metadata.tensor_properties
+    properties = TensorProperties(
+        kept.dtype, kept.layout, kept.requires_grad, kept.memory_format, kept.pin_memory
+    )
+    return [
+        WriteItem(
+            MetadataIndex(name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, st._metadata.size),
+        )
+        for chunk in chunks(st)
+    ]
+
+
+def chunks(st: Any) -> list[ChunkStorageMetadata]:
+    """The blocks that this rank holds."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(
+            torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)
+        )
+        for shard in _written(st)
+    ]
+
+
+def shard_at(st: Any, index: MetadataIndex) -> Tensor:
+    """The data of the block at the index' offsets."""
+    for shard in _written(st):
+        if index.offset is not None and tuple(shard.metadata.shard_offsets) == tuple(index.offset):
+            return shard.tensor
+    why = f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'"
+    raise BadShards(why=why, hint="Plan and load with the same tensor.")
+
+
+def _written(st: Any) -> list[Shard]:
+    """The shards with elements: an empty one may have the offsets of another, and holds nothing.
+    Of a tensor without any, all."""
+    if st._metadata.size.numel() == 0:
+        return st._local_shards
+    return [shard for shard in st._local_shards if shard.tensor.numel()]
