@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cases
@@ -424,6 +425,21 @@ def test_refusals_name_the_line(what):
         fcoll.simulate(fn, world_size=4)(torch.randn(4, 2, requires_grad=True))
     assert_nothing_left()
     assert fcoll.simulate(fcoll.all_reduce, world_size=4)(torch.ones(4)).tolist() == [4.0] * 4
+
+
+def test_threads_simulate_one_after_another():
+    """Each puts a world of its own in torch.distributed's place."""
+
+    def totals(i: int) -> list[list[float]]:
+        def fn(x: Tensor) -> Tensor:
+            return fcoll.all_reduce(x, "sum", "tp") + dist.get_world_size()
+
+        return [fcoll.simulate(fn, mesh_shape=MESH)(torch.ones(4) * i).tolist() for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, found in enumerate(pool.map(totals, range(4))):
+            assert found == [[2.0 * i + 4] * 4] * 20
+    assert_nothing_left()
 
 
 def test_ragged_results():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from fcoll.simulation.batched import _torch
 from fcoll.table.partition import Partition
 
 _count = itertools.count()
+
+# torch.distributed has one world a process: threads simulate one after another.
+_one_thread = threading.RLock()
 
 #: The stages that run now, the innermost last.
 active: list[Stage] = []
@@ -55,11 +59,16 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
-        return self._world.make()
+        with _one_thread:
+            return self._world.make()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, this is the world of torch.distributed. At the end all is as it was."""
+        with _one_thread:
+            yield from self._entered()
+
+    def _entered(self) -> Iterator[None]:
         leave = self._world.enter()
         undo = _torch.patch(_rank_of, self._meshes.add)
         level, self.level = self.level, _torch.depth() + 1
