@@ -274,9 +274,11 @@ def test_gradients_are_added_in_rank_order(name):
 
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 3], [2, 1]]])
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather_into_tensor", "broadcast"])
+@pytest.mark.parametrize(
+    "op", ["all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor"]
+)
 def test_results_that_need_a_gradient_can_be_written_to(op, groups):
-    x_W = torch.ones(4, 2, requires_grad=True)
+    x_W = torch.ones(4, 4, requires_grad=True)
 
     def gradient(triple: Callable[[Tensor], Tensor]) -> Tensor:
         y_W = COLLECTIVES[op].stacked(x_W, {"reduce_op": "sum", "src": 0}, groups)
