@@ -35,19 +35,23 @@ def summary(metadata: ShardedTensorMetadata, spec: ShardingSpec) -> str:
     return f"ShardedTensor(size={tuple(metadata.size)}, dtype={dtype}, {how}, {where}{grad})"
 
 
-def drawing(metadata: ShardedTensorMetadata) -> str:
-    """The blocks as tables of the two last dims that are cut, one for each block of the others."""
+def headline(metadata: ShardedTensorMetadata) -> str:
+    """Size, dtype, bytes, and on which ranks."""
     shards, size = metadata.shards_metadata, tuple(metadata.size)
     dtype = metadata.tensor_properties.dtype
     count = f"{len(shards)} shard{'s' * (len(shards) != 1)}"
-    head = (
+    return (
         f"ShardedTensor {size} {str(dtype).removeprefix('torch.')}: "
         f"{show_bytes(math.prod(size) * dtype.itemsize)} in {count} on {_ranks(shards)}"
     )
-    full = [shard for shard in shards if math.prod(shard.shard_sizes)]
-    cuts = [_cuts(full, d) for d in range(len(size))] if full else []
+
+
+def drawing(metadata: ShardedTensorMetadata) -> str:
+    """The blocks as tables of the two last dims that are cut, one for each block of the others."""
+    full = [shard for shard in metadata.shards_metadata if math.prod(shard.shard_sizes)]
+    cuts = [cuts_along(full, d) for d in range(len(metadata.size))] if full else []
     cut_dims = [d for d, ranges in enumerate(cuts) if len(ranges) > 1]
-    return "\n".join([head, *_tables(full, cuts, cut_dims)])
+    return "\n".join([headline(metadata), *_tables(full, cuts, cut_dims)])
 
 
 def _ranks(shards: Sequence[ShardMetadata]) -> str:
@@ -63,7 +67,7 @@ def _ranks(shards: Sequence[ShardMetadata]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _cuts(shards: Sequence[ShardMetadata], dim: int) -> list[Range]:
+def cuts_along(shards: Sequence[ShardMetadata], dim: int) -> list[Range]:
     """The ranges between all places where some shard begins or ends."""
     starts = {s.shard_offsets[dim] for s in shards}
     ends = {s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards}
@@ -79,7 +83,7 @@ def _tables(
     for block in blocks[:MOST_TABLES]:
         at = dict(zip(others, block, strict=True))
         if at:
-            where = [_range(at[d]) if d in at else ":" for d in range(len(cuts))]
+            where = [range_text(at[d]) if d in at else ":" for d in range(len(cuts))]
             lines.append(f"[{', '.join(where)}]")
         lines += _table(shards, cuts, at, shown)
     if len(blocks) > MOST_TABLES:
@@ -97,10 +101,10 @@ def _table(
     rows = cuts[down]
     columns = [{d: c} for d in across for c in cuts[d]] or [{}]
     shown = columns[:MOST_COLUMNS]
-    cells = [["", *(f"dim {d} {_range(c)}" for column in shown for d, c in column.items())]]
+    cells = [["", *(f"dim {d} {range_text(c)}" for column in shown for d, c in column.items())]]
     for row in rows[:MOST_ROWS]:
         holders = [_holder(shards, at | {down: row} | column) for column in shown]
-        cells.append([f"dim {down} {_range(row)}", *holders])
+        cells.append([f"dim {down} {range_text(row)}", *holders])
     cells = cells if across else cells[1:]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     more = " ..." * (len(columns) > MOST_COLUMNS)
@@ -113,7 +117,7 @@ def _table(
     return ["  " + line for line in lines]
 
 
-def _range(cut: Range) -> str:
+def range_text(cut: Range) -> str:
     return f"{cut[0]}:{cut[1]}"
 
 
@@ -122,6 +126,11 @@ def _holder(shards: Sequence[ShardMetadata], place: dict[int, Range]) -> str:
     for shard in shards:
         offsets, sizes = shard.shard_offsets, shard.shard_sizes
         if all(offsets[d] <= a < offsets[d] + sizes[d] for d, (a, _) in place.items()):
-            rank = rank_in(shard.placement)
-            return str(shard.placement) if rank is None else f"rank {rank}"
+            return who(shard)
     return "nobody"
+
+
+def who(shard: ShardMetadata) -> str:
+    """Its rank, or its placement where that names none."""
+    rank = rank_in(shard.placement)
+    return str(shard.placement) if rank is None else f"rank {rank}"

@@ -21,6 +21,7 @@ from fcoll.sharded._torch import (
 from fcoll.sharded.dispatch import dispatch, unsupported
 from fcoll.sharded.draw import drawing, summary
 from fcoll.sharded.errors import SeveralShards
+from fcoll.sharded.picture import svg
 from fcoll.sharded.placements import owners
 from fcoll.sharded.placements import process_group as as_process_group
 from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
@@ -231,6 +232,10 @@ class ShardedTensor(ShardedTensorBase):
         return drawing(self._metadata)
 
     __format__ = object.__format__
+
+    def svg(self) -> str:
+        """The layout as a picture."""
+        return svg(self._metadata)
 
     # -- making one, by torch's names ---
 

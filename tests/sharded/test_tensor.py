@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,8 @@ import torch.distributed as dist
 import fcoll
 from fcoll import sharded
 from fcoll.sharded import EnumerableShardingSpec, ShardedTensor, ShardMetadata
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def on_one_rank(fn, n=4):
@@ -152,6 +156,28 @@ def test_one_line():
         "[ShardedTensor(size=(2, 4), dtype=float32, chunks along dim 1, ranks 0-3, "
         "requires_grad=True)]"
     )
+
+
+def test_the_picture_has_the_blocks_in_proportion():
+    def picture():
+        return sharded.zeros(sharded.grid((1, 2), [3, 1]), 5, 6).svg()
+
+    _, *blocks = ElementTree.fromstring(on_one_rank(picture)).iter(f"{SVG}rect")
+    assert [block.find(f"{SVG}title").text for block in blocks] == [
+        "rank 3: dim 1 0:3",
+        "rank 1: dim 1 3:6",
+    ]
+    assert blocks[0].get("width") == blocks[1].get("width") == "160.0"
+    assert float(blocks[1].get("x")) - float(blocks[0].get("x")) == 160
+    assert blocks[0].get("fill") != blocks[1].get("fill")
+
+
+def test_the_picture_of_three_dims_has_a_panel_for_each_block_of_the_first():
+    def picture():
+        return sharded.zeros(sharded.grid((2, 2, 2), [*range(4)] * 2), 4, 4, 4).svg()
+
+    _, *blocks = ElementTree.fromstring(on_one_rank(picture)).iter(f"{SVG}rect")
+    assert len(blocks) == 8 and len({(b.get("x"), b.get("y")) for b in blocks}) == 8
 
 
 # -- rules ---
