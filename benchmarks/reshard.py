@@ -53,7 +53,7 @@ def measure(
 
 
 def main(mib: int, rounds: int) -> None:
-    warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
+    warnings.simplefilter("ignore", FutureWarning)  # torch's: it is to go
     whole = torch.rand(mib * (1 << 20) // (4 * WIDTH), WIDTH)
     makers = {"fcoll": sharded.shard_tensor, "torch": _shard_tensor}
     for case, specs in cases(dist.get_world_size()).items():

@@ -55,6 +55,24 @@ class Box:
         return tuple(slice(a - o, a - o + n) for a, n, o in places)
 
 
+def are_rows_of(boxes: Sequence[Box], whole: Box) -> bool:
+    """Are the boxes whole rows of it, from the first to the last? Then they lie in its memory one
+    behind the other.
+
+    >>> are_rows_of([Box((2, 0), (1, 4)), Box((3, 0), (2, 4))], Box((2, 0), (3, 4)))
+    True
+    """
+    if not whole.sizes:
+        return True
+    row = whole.offsets[0]
+    for box in boxes:
+        if box.volume:
+            if box.offsets[0] != row or box.sizes[1:] != whole.sizes[1:]:
+                return False
+            row += box.sizes[0]
+    return row == whole.ends[0] or whole.volume == 0
+
+
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The positions of two boxes that share an element.
 

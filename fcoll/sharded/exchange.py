@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.groups import Group
+from fcoll.sharded.boxes import Box, are_rows_of
 from fcoll.sharded.plan import Plan, Transfer
 
 
@@ -57,51 +58,63 @@ def _moved(
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     me = group.ranks[group.rank]
-    place = {rank: i for i, rank in enumerate(group.ranks)}
     mine = [i for i, held in enumerate(plan.sources) if held.rank == me]
     sources = dict(zip(mine, tensors, strict=True))
     wanted = [i for i, held in enumerate(plan.targets) if held.rank == me]
 
+    kept, parts = plan.kept_on(me), list[Transfer]()
     arrived = like.new_empty(0)
-    parts: list[Transfer] = []
     if plan.moves:
-        sent = _in_order(plan.sent_by(me), place)
-        received = _in_order(plan.received_by(me), place)
-        packed = _packed(plan, sources, [t for _, ts in sent for t in ts], like)
-        splits = _sizes(received, place), _sizes(sent, place)
+        sent, received = dict(plan.sent_by(me)), dict(plan.received_by(me))
+        held = plan.sources[mine[0]].box if len(mine) == 1 and tensors[0].is_contiguous() else None
+        made_of = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
+        as_it_is = _lies_so(sent, kept, held, group)
+        if as_it_is or _lies_so(received, kept, made_of, group):
+            # what stays goes along: the carrier copies it to its place, and sends it nowhere
+            sent[me] = received[me] = kept
+            kept = []
+        parts = _in_order(received, group)
+        order = _in_order(sent, group)
+        packed = tensors[0].view(-1) if as_it_is else _packed(plan, sources, order, like)
+        splits = _sizes(received, group), _sizes(sent, group)
         arrived = functions.wait_tensor(functions.all_to_all_single(packed, group.name, *splits))
-        parts = [t for _, ts in received for t in ts]
-    kept = plan.kept_on(me)
-    if into is None and len(wanted) == len(parts) == 1 and not kept:
-        return [arrived.view(parts[0].box.sizes)]  # it came in one piece: no copy
+    if into is None and not kept and len(wanted) == 1:
+        whole = plan.targets[wanted[0]].box
+        if are_rows_of([t.box for t in parts], whole):
+            return [arrived.view(whole.sizes)]
     made = into or [arrived.new_empty(plan.targets[j].box.sizes) for j in wanted]
     _unpack(plan, dict(zip(wanted, made, strict=True)), sources, kept, parts, arrived)
     return list(made)
 
 
-_ByRank = list[tuple[int, list[Transfer]]]
+_ByRank = dict[int, list[Transfer]]
 
 
-def _in_order(by_rank: _ByRank, place: dict[int, int]) -> _ByRank:
+def _lies_so(moved: _ByRank, kept: list[Transfer], whole: Box | None, group: Group) -> bool:
+    """Is what is sent or received, with what stays in between, the memory of one shard? And does
+    more move than stays: else a copy of what stays costs more than it saves."""
+    volume = sum(t.box.volume for transfers in moved.values() for t in transfers)
+    if whole is None or volume < sum(t.box.volume for t in kept):
+        return False
+    everything = {**moved, group.ranks[group.rank]: kept}
+    return are_rows_of([t.box for t in _in_order(everything, group)], whole)
+
+
+def _in_order(by_rank: _ByRank, group: Group) -> list[Transfer]:
     """In the order of the group's ranks, which need not be that of the world's."""
-    return sorted(by_rank, key=lambda item: place[item[0]])
+    return [t for rank in group.ranks for t in by_rank.get(rank, ())]
 
 
-def _sizes(by_rank: _ByRank, place: dict[int, int]) -> list[int]:
+def _sizes(by_rank: _ByRank, group: Group) -> list[int]:
     """The elements for or from each rank of the group."""
-    sizes = [0] * len(place)
-    for rank, transfers in by_rank:
-        sizes[place[rank]] = sum(t.box.volume for t in transfers)
-    return sizes
+    return [sum(t.box.volume for t in by_rank.get(rank, ())) for rank in group.ranks]
 
 
 def _packed(
     plan: Plan, sources: dict[int, Tensor], parts: Sequence[Transfer], like: Tensor
 ) -> Tensor:
-    """What is sent, one behind the other; a shard that goes as it is, is not copied."""
+    """What is sent, one behind the other."""
     pieces = [sources[t.source][t.box.within(plan.sources[t.source].box)] for t in parts]
-    if len(pieces) == 1:
-        return pieces[0].reshape(-1)
     packed = like.new_empty(sum(piece.numel() for piece in pieces))
     for place, piece in zip(packed.split([p.numel() for p in pieces]), pieces, strict=True):
         place.view(piece.shape).copy_(piece)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fcoll import functions
-from fcoll.sharded.boxes import Box
+from fcoll.sharded.boxes import Box, are_rows_of
 from fcoll.sharded.errors import BadGather
 from fcoll.sharded.exchange import exchanged
 from fcoll.sharded.layout import anchor_of, held, like, local_tensors
@@ -68,21 +68,9 @@ def all_gather(st: Any) -> Tensor:
 
 def placed(flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
     """A tensor of this size of its blocks, which lie one behind the other in ``flat``."""
-    if _in_order(boxes, size):
+    if are_rows_of(boxes, Box.whole(size)):
         return flat.view(size)
     return _Placed.apply(flat, boxes, size)  # type: ignore[no-any-return]
-
-
-def _in_order(boxes: Sequence[Box], size: Sequence[int]) -> bool:
-    """Are the blocks whole rows, from the first to the last?"""
-    row = 0
-    for box in boxes:
-        if box.volume == 0:
-            continue
-        if not size or box.offsets[0] != row or box.sizes[1:] != tuple(size[1:]):
-            return len(boxes) == 1 and not size
-        row += box.sizes[0]
-    return True
 
 
 class _Placed(torch.autograd.Function):

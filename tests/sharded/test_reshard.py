@@ -77,7 +77,7 @@ def test_a_trace_shows_the_bytes_that_this_rank_sends():
         trace = fcoll.trace(step)
     (call,) = trace.collectives
     assert call.row.name == "all_to_all_single"
-    assert call.bytes == 2 * 9 * 4  # two rows of the other ranks' nine columns, in float32
+    assert call.wire_bytes == 2 * 9 * 4  # two rows of the other ranks' nine columns, in float32
 
 
 def test_other_layouts_of_other_tensors():
