@@ -54,6 +54,12 @@ def specs(draw: Any, size: tuple[int, ...]) -> ShardingSpec:
     )
 
 
+@st.composite
+def two_layouts(draw: Any) -> tuple[tuple[int, ...], ShardingSpec, ShardingSpec]:
+    size = draw(sizes())
+    return size, draw(specs(size)), draw(specs(size))
+
+
 def ranks() -> st.SearchStrategy[int]:
     return st.integers(0, RANKS - 1)
 

@@ -6,19 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import RANKS, blocks, holders, sizes, specs
+from layouts import RANKS, blocks, holders, two_layouts
 
 from fcoll.sharded import EnumerableShardingSpec, ShardMetadata, chunk, grid
 from fcoll.sharded.boxes import Box, first_gap, first_overlap
 from fcoll.sharded.errors import BadLayout
 from fcoll.sharded.plan import Held, Plan
 from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
-
-
-@st.composite
-def two_layouts(draw):
-    size = draw(sizes())
-    return size, draw(specs(size)), draw(specs(size))
 
 
 def plan_of(size, old, new):

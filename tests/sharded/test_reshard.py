@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from layouts import RANKS, blocks, plain
-from test_values import two_layouts
+from layouts import RANKS, blocks, plain, two_layouts
 
 import fcoll
 from fcoll import sharded

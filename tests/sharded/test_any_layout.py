@@ -7,19 +7,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import RANKS, check_local, holders, plain, sizes, specs
+from layouts import RANKS, check_local, holders, plain, sizes, specs, two_layouts
 
 import fcoll
 from fcoll import sharded
 from fcoll.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.complex64]
-
-
-@st.composite
-def two_layouts(draw):
-    size = draw(sizes())
-    return size, draw(specs(size)), draw(specs(size))
 
 
 def check_reshard(rank, size, old, new, group=None):
