@@ -4,7 +4,14 @@ The names of ``torch.distributed._shard.sharded_tensor``, and what it lacks: gri
 any other, gradients, simulated ranks. ``serve_torch()`` puts them in torch's place.
 """
 
-from fcoll.sharded import properties as _properties  # noqa: F401  its rules
+from fcoll.sharded import copies as _copies  # noqa: F401  their rules
+from fcoll.sharded import embedding as _embedding  # noqa: F401
+from fcoll.sharded import initializers as _initializers  # noqa: F401
+from fcoll.sharded import pointwise as _pointwise  # noqa: F401
+from fcoll.sharded import products as _products  # noqa: F401
+from fcoll.sharded import properties as _properties  # noqa: F401
+from fcoll.sharded import reductions as _reductions  # noqa: F401
+from fcoll.sharded import shapes as _shapes  # noqa: F401
 from fcoll.sharded._torch import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

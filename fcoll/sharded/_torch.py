@@ -40,6 +40,9 @@ rebuild_of_type = torch._tensor._rebuild_from_type_v2
 #: torch's own class, also while serve_torch gives its name to ours
 TheirShardedTensor = _sharded_tensor.ShardedTensor
 
+#: what nn.Module.to asks before it overwrites a parameter through .data
+SHALLOW_COPY_CHECKS = (torch._has_compatible_shallow_copy_type,)
+
 
 def as_plain_tensors() -> AbstractContextManager[None]:
     """Inside, a tensor subclass' own __torch_function__ is not asked."""

@@ -24,6 +24,7 @@ _users: dict[Callable, Rule] = {}
 _of_specs: dict[type, dict[Callable, Rule]] = {}
 _built_in: dict[Callable, Rule] = {}
 _properties: set[Callable] = set()  # of the built-in ones: what looks at no element
+_elementwise: set[Callable] = set()  # and what looks at one at a time: too many to list
 
 
 def sharded_op(func: Callable) -> Callable[[Rule], Rule]:
@@ -55,6 +56,12 @@ def built_in(*funcs: Callable) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
+
+
+def elementwise(func: Callable, rule: Rule) -> None:
+    """Register fcoll's own rule for a function of single elements."""
+    _register(func, _built_in, rule)
+    _elementwise.add(func)
 
 
 def as_plain(*funcs: Callable) -> None:
@@ -101,31 +108,36 @@ def unsupported(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return NoShardedOp(
         func=f"torch.{name_of(func)}",
         name=name_of(func),
-        supported=f"There are rules for {', '.join([*supported(), 'size, dtype and the like'])}.",
+        supported=f"There are rules for elementwise functions of tensors that are cut the same "
+        f"way, {', '.join(supported())}, size, dtype and the like.",
         given=f"({', '.join(given)})",
     )
 
 
 def supported() -> list[str]:
-    """The names of torch functions that have a rule."""
+    """The names of torch functions that have a rule, but for elementwise ones."""
     rules = [_built_in, _users, *_of_specs.values()]
     names = {name_of(func) for table in rules for func in table if not _is_property(func)}
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def _is_property(func: Callable) -> bool:
-    return func in _properties or getattr(func, "__name__", "") == "__get__"
+    return func in _properties | _elementwise or getattr(func, "__name__", "") == "__get__"
 
 
 def sharded_among(values: Any) -> Iterator[Any]:
     """The sharded tensors among arguments, also in lists and dicts."""
     for value in values:
-        if hasattr(type(value), "_is_sharded_tensor"):
+        if is_sharded(value):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from sharded_among(value)
         elif isinstance(value, dict):
             yield from sharded_among(value.values())
+
+
+def is_sharded(value: Any) -> bool:
+    return hasattr(type(value), "_is_sharded_tensor")
 
 
 def name_of(func: Callable) -> str:

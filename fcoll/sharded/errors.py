@@ -107,3 +107,59 @@ class GroupAlreadySet(FcollError, RuntimeError):
 
 class BadMesh(FcollError):
     template = "{why}{at}. {hint}"
+
+
+class BadMove(FcollError, RuntimeError):
+    template = "{why}{at}. {hint}"
+
+
+class LayoutsDiffer(FcollError, RuntimeError):
+    """Sharded tensors that are not cut the same way, in an op that works shard by shard."""
+
+    template = "{func}: {why}{at}. {hint}"
+
+
+class CutDim(FcollError, NotImplementedError):
+    """An op along a dim that no rank holds from end to end."""
+
+    template = (
+        "{func} along dim {dim} of a tensor of {size}, which is cut along {cut}{at}. Reshard it "
+        "first, as in fcoll.sharded.reshard(st, fcoll.sharded.chunk({other}, n)), or all_gather it."
+    )
+
+
+class DimOutOfRange(FcollError, IndexError):
+    template = (
+        "Dimension out of range (expected to be in range of [{low}, {high}], but got {dim}){at}. "
+        "Count dims of the whole tensor."
+    )
+
+
+class BadLookup(FcollError, ValueError):
+    """An embedding that cannot be looked up; ``rank`` is whose input is wrong."""
+
+    template = "{func} on rank {rank}: {why}{at}. {hint}"
+
+
+class NoSuchLookup(FcollError, RuntimeError):
+    template = (
+        '{func}: nn.Embedding weight sharded with flag on "{flag}" not supported!{at} '
+        "Leave it off, or look up in all_gather()."
+    )
+
+
+class BadProduct(FcollError, ValueError):
+    """A product whose sizes or dtypes do not fit; ``rank`` is whose input is wrong."""
+
+    template = "{func} on rank {rank}: {why}{at}. {hint}"
+
+
+class NotBothSharded(FcollError, TypeError):
+    template = (
+        "Both arguments to torch.{func} need to be of type ShardedTensor, not {kinds}{at}. "
+        "all_gather() the sharded one, or shard the other by fcoll.sharded.shard_tensor."
+    )
+
+
+class BadInit(FcollError):
+    template = "{func}: param: {name} shouldn't be None!{at} Give a number."

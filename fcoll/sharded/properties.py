@@ -20,6 +20,7 @@ def _of_tensor(*names: str) -> list[Any]:
 as_plain(
     *_of_tensor("shape", "dtype", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf"),
     *_of_tensor("is_sparse", "is_quantized", "is_nested", "output_nr", "_version"),
+    *_of_tensor("is_sparse_csr", "is_mkldnn"),
     Tensor.size,
     Tensor.dim,
     Tensor.ndimension,
@@ -55,5 +56,5 @@ def _is_on(kind: str) -> None:
         return device(types, args, kwargs, process_group).type == kind
 
 
-for _kind in ("cpu", "cuda", "meta"):
+for _kind in ("cpu", "cuda", "meta", "mps", "xpu", "xla", "mtia", "ipu", "maia", "vulkan"):
     _is_on(_kind)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
-from fcoll.sharded import _torch, checkpoint, from_shards, gathering, pickling, resharding
+from fcoll.sharded import _torch, checkpoint, from_shards, gathering, moving, pickling, resharding
 from fcoll.sharded._torch import (
     Shard,
     ShardedTensorMetadata,
@@ -223,6 +223,35 @@ class ShardedTensor(ShardedTensorBase):
         ``fcoll.sharded.reshard(st, spec)`` is the same as a new tensor.
         """
         return resharding.reshard_(self, resharding_spec)
+
+    # -- another device, another dtype ---
+
+    def cpu(  # type: ignore[override]
+        self,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: GroupLike = None,
+    ) -> ShardedTensor:
+        """A copy in CPU memory, or itself if all shards are there; ``process_group`` is one that
+        serves CPU tensors, if this tensor's does not."""
+        return moving.cpu(self, memory_format, process_group)
+
+    def cuda(  # type: ignore[override]
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: GroupLike = None,
+    ) -> ShardedTensor:
+        """A tensor whose shards are on each rank's current GPU."""
+        wanted = moving.Wanted(
+            non_blocking=non_blocking, memory_format=memory_format, group=process_group
+        )
+        return moving.cuda(self, device, wanted)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
+        """``Tensor.to`` of every shard, and ``process_group`` as in ``cpu``; itself if it is so
+        already."""
+        return moving.to(self, moving.Wanted.of(args, kwargs))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return summary(self._metadata, self._sharding_spec)

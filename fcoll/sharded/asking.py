@@ -1,0 +1,44 @@
+"""Ranks that ask the holders of a sharded tensor for something: what lookups and products share.
+
+Every rank has an input of its own, of any length. The ranks first tell each other a few numbers;
+a rank whose input is wrong says so there, so that all raise and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcoll import functions
+from fcoll.groups import Group
+
+
+def told(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, in rank order."""
+    if group.n == 1:
+        return [list(numbers)]
+    mine = torch.tensor([list(numbers)], device=device)
+    everyone = functions.wait_tensor(functions.all_gather_into_tensor(mine, group.name))
+    return everyone.tolist()  # type: ignore[no-any-return]
+
+
+def swapped(
+    group: Group,
+    sent: Sequence[Sequence[Tensor]],
+    expected: Sequence[int],
+    like: Tensor,
+    anchors: Sequence[Tensor] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """What the ranks sent to this one, as one flat tensor and by rank.
+
+    ``sent[r]`` are tensors for rank r of the group, ``expected[r]`` is the number of elements that
+    come from it. ``anchors`` are empty tensors that tie a rank which sends nothing to the graph.
+    """
+    pieces = [piece.reshape(-1) for to in sent for piece in to]
+    splits = [sum(piece.numel() for piece in to) for to in sent]
+    packed = torch.cat([*pieces, *anchors]) if pieces or anchors else like
+    came = functions.all_to_all_single(packed, group.name, list(expected), splits)
+    came = functions.wait_tensor(came)
+    return came, list(came.split(list(expected)))

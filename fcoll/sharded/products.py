@@ -1,0 +1,193 @@
+"""linear, matmul and bmm with sharded tensors.
+
+A plain input and a sharded matrix: each rank has its own input and gets its own result, as with the
+whole matrix. A rank sends each holder the columns of its input that the holder's block meets, and
+gets back what the block makes of them; where blocks share columns of the result, they are added in
+the order of the metadata.
+
+A sharded input whose last dim is whole: each rank multiplies its rows; the result is sharded as the
+input is. The other matrix is plain, or gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fcoll.sharded.asking import swapped, told
+from fcoll.sharded.boxes import Box
+from fcoll.sharded.dispatch import built_in, is_sharded, name_of, unsupported
+from fcoll.sharded.errors import BadProduct, LayoutsDiffer
+from fcoll.sharded.gathering import placed
+from fcoll.sharded.layout import anchor_of, held, like, local_tensors
+from fcoll.sharded.results import cut_dims, probe_of, result_of
+from fcoll.sharded.shapes import check_whole
+
+
+def _gathered(value: Any) -> Any:
+    return value.all_gather() if is_sharded(value) else value
+
+
+@built_in(F.linear)
+def linear(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+    x, weight, *rest = args
+    bias = _gathered((*rest, kwargs.get("bias"))[0])
+    if is_sharded(x):
+        return _by_rows(F.linear, x, _gathered(weight).t(), bias)
+    if not is_sharded(weight):
+        return F.linear(x, weight, bias)
+    made = product(F.linear, x, weight, contracted=1)
+    return made if bias is None else made + bias
+
+
+@built_in(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+def matmul(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+    x, other = args
+    if kwargs or len(other.shape) != 2 or (is_sharded(x) and len(x.shape) < 2):
+        raise unsupported(torch.matmul, args, kwargs)
+    if is_sharded(x):
+        return _by_rows(torch.matmul, x, _gathered(other))
+    return product(torch.matmul, x, other, contracted=0)
+
+
+@built_in(Tensor.__rmatmul__)
+def rmatmul(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+    return matmul(types, (args[1], args[0]), kwargs, process_group)
+
+
+@built_in(torch.bmm, Tensor.bmm)
+def bmm(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+    """Batches that lie on the same ranks: each multiplies its own."""
+    one, other = args
+    if not all(is_sharded(st) and len(st._metadata.size) == 3 for st in args):
+        raise unsupported(torch.bmm, args, kwargs)
+    for st in args:
+        check_whole(torch.bmm, st, 1, 2)
+    blocks = [{(b.rank, b.box.offsets[0], b.box.sizes[0]) for b in held(st)} for st in args]
+    if blocks[0] != blocks[1]:
+        why = f"the batches are on other ranks: {one._sharding_spec}, {other._sharding_spec}"
+        hint = "Both st and st2 need to have same placements for bmm: reshard one of them."
+        raise LayoutsDiffer(func="bmm", why=why, hint=hint)
+    batches = {s.metadata.shard_offsets[0]: s.tensor for s in other._local_shards}
+    shards = [torch.bmm(s.tensor, batches[s.metadata.shard_offsets[0]]) for s in one._local_shards]
+    probe = torch.bmm(probe_of(one), probe_of(other))
+    return _widened(one, shards, probe, other._metadata.size[2])
+
+
+def _by_rows(func: Callable, x: Any, matrix: Tensor, bias: Tensor | None = None) -> Any:
+    """``x @ matrix + bias`` on the rows of each rank."""
+    check_whole(func, x, len(x._metadata.size) - 1)
+
+    def times(block: Tensor) -> Tensor:
+        return block @ matrix if bias is None else block @ matrix + bias
+
+    tensors = [times(shard.tensor) for shard in x._local_shards]
+    return _widened(x, tensors, times(probe_of(x)), matrix.shape[1])
+
+
+def _widened(st: Any, tensors: list[Tensor], probe: Tensor, width: int) -> Any:
+    """A sharded tensor like st with another last dim."""
+    layout = [
+        replace(shard, shard_sizes=[*shard.shard_sizes[:-1], width])
+        for shard in st._metadata.shards_metadata
+    ]
+    return result_of(st, tensors, probe, layout, [*st._metadata.size[:-1], width])
+
+
+def product(func: Callable, x: Tensor, st: Any, contracted: int) -> Tensor:
+    """``x`` times a sharded matrix, summed over x's last dim and the matrix' dim ``contracted``."""
+    kept = 1 - contracted
+    rows = _agreed(func, x, st, contracted)
+    g, blocks = st.group, [block for block in held(st) if block.box.volume]
+    flat_x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    by_rank = [[b.box for b in blocks if b.rank == rank] for rank in g.ranks]
+    mine = by_rank[g.rank]
+
+    sent = [[flat_x[:, _range(box, contracted)] for box in boxes] for boxes in by_rank]
+    width = sum(box.sizes[contracted] for box in mine)
+    expected = [count * width for count in rows.counts]
+    ties = [torch.empty(0, dtype=x.dtype, device=x.device).requires_grad_()] if rows.grad else []
+    came, inputs = swapped(g, sent, expected, flat_x.new_empty(0), ties)
+
+    tensors = [t for t in local_tensors(st, held(st)) if t.numel()]
+    answers = _answers(inputs, rows.counts, mine, tensors, contracted)
+    anchor = anchor_of(st)
+    ties = [came[:0]] if anchor is None else [came[:0], anchor]
+    count = flat_x.shape[0]
+    expected = [count * sum(box.sizes[kept] for box in boxes) for boxes in by_rank]
+    back, _ = swapped(g, answers, expected, like(st), ties)
+    out = _placed(back, by_rank, count, kept, st)
+    return out.reshape(*x.shape[:-1], st._metadata.size[kept])
+
+
+def _answers(
+    inputs: list[Tensor], counts: list[int], boxes: list[Box], tensors: list[Tensor], dim: int
+) -> list[list[Tensor]]:
+    """What this rank's blocks make of all ranks' inputs: for each rank, in the blocks' order."""
+    widths = [box.sizes[dim] for box in boxes]
+    answers: list[list[Tensor]] = [[] for _ in counts]
+    parts = [
+        flat.split([count * w for w in widths]) for flat, count in zip(inputs, counts, strict=True)
+    ]
+    for i, (width, matrix) in enumerate(zip(widths, tensors, strict=True)):
+        columns = [p[i].view(n, width) for p, n in zip(parts, counts, strict=True)]
+        made = torch.cat(columns) @ (matrix if dim == 0 else matrix.t())
+        for answer, part in zip(answers, made.split(counts), strict=True):
+            answer.append(part)
+    return answers
+
+
+def _placed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: Any) -> Tensor:
+    """The result of what the holders' blocks made; where they share columns, their sum."""
+    size = (count, st._metadata.size[kept])
+    boxes = [
+        Box((0, box.offsets[kept]), (count, box.sizes[kept])) for held in by_rank for box in held
+    ]
+    if 1 - kept not in cut_dims(st):
+        return placed(flat, boxes, size)
+    out = flat.new_zeros(size)
+    whole = Box.whole(size)
+    for box, part in zip(boxes, flat.split([box.volume for box in boxes]), strict=True):
+        out[box.within(whole)] += part.view(box.sizes)
+    return out
+
+
+def _range(box: Box, dim: int) -> slice:
+    return slice(box.offsets[dim], box.ends[dim])
+
+
+@dataclass
+class _Rows:
+    """How many rows each rank's input has, and whether a gradient goes to one of them."""
+
+    counts: list[int]
+    grad: bool
+
+
+def _agreed(func: Callable, x: Tensor, st: Any, contracted: int) -> _Rows:
+    """The ranks tell each other what they multiply, once all have said that it fits."""
+    g, size = st.group, st._metadata.size
+    why = hint = ""
+    if x.dim() < 1 or len(size) != 2:
+        why = "Input needs to have at least 1 dim" if x.dim() < 1 else "Weight needs to have 2 dims"
+        hint = f"They are {tuple(x.shape)} and {tuple(size)}."
+    elif x.shape[-1] != size[contracted]:
+        why = f"Input dim: {x.shape[-1]} does not match appropriate weight dim: {size[contracted]}"
+        hint = f"The input is {tuple(x.shape)}, the weight {tuple(size)}."
+    elif x.dtype != st.dtype:
+        why, hint = f"the input is {x.dtype}, the weight {st.dtype}", "Convert one of them."
+    grad = x.requires_grad and torch.is_grad_enabled()
+    count = 0 if why else x.shape[:-1].numel()
+    everyone = told(g, [count, int(not why), int(grad)], st.device)
+    if why:
+        raise BadProduct(func=name_of(func), rank=g.ranks[g.rank], why=why, hint=hint)
+    for rank, (_, fits, _) in zip(g.ranks, everyone, strict=True):
+        if not fits:
+            why = "Its input does not fit the weight, so that no rank multiplies"
+            raise BadProduct(func=name_of(func), rank=rank, why=why, hint="See that rank's error.")
+    return _Rows([n for n, _, _ in everyone], any(grad for _, _, grad in everyone))

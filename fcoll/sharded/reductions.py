@@ -1,0 +1,206 @@
+"""sum, mean, max and their like.
+
+Over dims that no spec cuts: each rank reduces its shards, and the result is sharded as before. Over
+all dims, or one that is cut: a plain tensor, the same on every rank. Differentiable; as for every
+collective of fcoll, the gradient is that of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll import functions
+from fcoll.sharded._torch import ShardMetadata
+from fcoll.sharded.dispatch import built_in, unsupported
+from fcoll.sharded.results import cut_dims, probe_of, result_of
+from fcoll.sharded.shapes import check_whole, dim_of
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``local(tensor, dims, keepdim)`` of a shard; ``both`` of two such results, or of the ranks'
+    stacked along dim 0 by ``all``; ``start`` is what changes nothing, for a dtype."""
+
+    local: Callable
+    both: Callable[[Tensor, Tensor], Tensor]
+    all: Callable
+    start: Callable[[torch.dtype], Any]
+
+
+def _product(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
+    for d in sorted(dims, reverse=True):
+        x = x.prod(d, keepdim=keepdim, **options)
+    return x
+
+
+def _lowest(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+SUM = Reduction(torch.sum, torch.add, torch.sum, lambda _: 0)
+PROD = Reduction(_product, torch.mul, torch.prod, lambda _: 1)
+MAX = Reduction(torch.amax, torch.maximum, torch.amax, _lowest)
+MIN = Reduction(torch.amin, torch.minimum, torch.amin, _highest)
+ANY = Reduction(torch.any, torch.logical_or, torch.any, lambda _: False)
+ALL = Reduction(torch.all, torch.logical_and, torch.all, lambda _: True)
+
+
+def reduced(st: Any, how: Reduction, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    """The reduction over a dim, several (a tuple), or all (None)."""
+    n = len(st._metadata.size)
+    given = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = sorted({dim_of(st, d) for d in given})
+    if dims and len(dims) < n and not cut_dims(st) & set(dims):
+        return _on_each_shard(st, how, dims, keepdim, options)
+    return _over_ranks(st, how, dims, keepdim, options)
+
+
+def _on_each_shard(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Any:
+    size, layout = st._metadata.size, st._metadata.shards_metadata
+    probe = how.local(_wide(probe_of(st), size), dims, keepdim, **options)
+
+    def local(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            return how.local(tensor, dims, keepdim, **options)
+        return probe.reshape(-1)[:0].reshape([0] * len(_without(size, dims, keepdim, 1)))
+
+    return result_of(
+        st,
+        [local(shard.tensor) for shard in st._local_shards],
+        probe.reshape(-1)[:0],
+        [_shard_without(shard, dims, keepdim) for shard in layout],
+        _without(size, dims, keepdim, 1),
+    )
+
+
+def _wide(probe: Tensor, size: Sequence[int]) -> Tensor:
+    """The probe with one element along each dim, so that a maximum over it is defined."""
+    return probe.new_zeros([1] * len(size)) + probe.sum().to(probe.dtype)
+
+
+def _shard_without(shard: ShardMetadata, dims: Sequence[int], keepdim: bool) -> ShardMetadata:
+    offsets = _without(shard.shard_offsets, dims, keepdim, 0)
+    sizes = _without(shard.shard_sizes, dims, keepdim, 1)
+    if not all(shard.shard_sizes):  # one without elements stays so
+        sizes = [0] * len(sizes)
+    return replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+
+def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: int) -> list[int]:
+    """The numbers of the dims that stay; those of the others are ``kept``, or left out.
+
+    >>> _without([4, 5, 6], [1], False, 1), _without([4, 5, 6], [1], True, 1)
+    ([4, 6], [4, 1, 6])
+    """
+    pairs = list(enumerate(numbers))
+    if keepdim:
+        return [kept if d in dims else number for d, number in pairs]
+    return [number for d, number in pairs if d not in dims]
+
+
+def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Tensor:
+    size = st._metadata.size
+    probe = how.local(_wide(probe_of(st), size), dims, True, **options)
+    shape = _without(size, dims, True, 1)
+    part = probe.new_full(shape, how.start(probe.dtype))
+    for shard in st._local_shards:
+        if shard.tensor.numel():
+            small = _shard_without(shard.metadata, dims, True)
+            ends = zip(small.shard_offsets, small.shard_sizes, strict=True)
+            place = tuple(slice(a, a + n) for a, n in ends)
+            mine = how.local(shard.tensor, dims, True, **options)
+            part[place] = how.both(part[place].clone(), mine)
+    if probe.requires_grad:
+        part = part + probe.reshape(-1)[:0].sum()  # ties a rank without shards to the others
+    group = st.group.name
+    if how is SUM:
+        whole = functions.wait_tensor(functions.all_reduce(part, "sum", group))
+    else:  # gathered, because a gradient goes to one of the ranks only
+        parts = functions.wait_tensor(functions.all_gather_into_tensor(part[None], group))
+        whole = how.all(parts, 0)
+    return whole if keepdim else whole.reshape(_without(size, dims, False, 1))
+
+
+def _rule(how: Reduction, func: Callable) -> None:
+    @built_in(func)
+    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+        if kwargs.get("out") is not None or len(args) > 3:
+            raise unsupported(func, args, kwargs)
+        return reduced(args[0], how, *args[1:], **kwargs)
+
+
+for _how, _name in ((SUM, "sum"), (PROD, "prod"), (ANY, "any"), (ALL, "all")):
+    _rule(_how, getattr(torch, _name))
+    _rule(_how, getattr(Tensor, _name))
+for _how, _name in ((MAX, "amax"), (MIN, "amin")):
+    _rule(_how, getattr(torch, _name))
+    _rule(_how, getattr(Tensor, _name))
+
+
+@built_in(torch.mean, Tensor.mean)
+def mean(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+    st = args[0]
+    torch.mean(probe_of(st)[:0], dtype=kwargs.get("dtype"))  # refuses what has no mean
+    total = reduced(st, SUM, *args[1:], **kwargs)
+    return total / (st.numel() / max(total.numel(), 1))
+
+
+def _extreme(func: Callable, how: Reduction, pairwise: Callable) -> None:
+    """max and min: of all, of two tensors, or along a dim with the indices."""
+
+    @built_in(func)
+    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+        st, *rest = args
+        if not rest and not kwargs:
+            return reduced(st, how)
+        if isinstance((*rest, kwargs.get("other"))[0], Tensor):
+            return pairwise(*args, **kwargs)
+        dim, keepdim = (*rest, kwargs.get("dim"))[0], kwargs.get("keepdim", rest[1:] == [True])
+        if not isinstance(dim, int) or kwargs.get("out") is not None:
+            raise unsupported(func, args, kwargs)
+        dim = dim_of(st, dim)
+        check_whole(func, st, dim)
+        values = Reduction(lambda x, d, k: func(x, d[0], k)[0], torch.add, torch.sum, bool)
+        places = Reduction(lambda x, d, k: func(x, d[0], k)[1], torch.add, torch.sum, bool)
+        both = [_on_each_shard(st, one, [dim], keepdim, {}) for one in (values, places)]
+        return getattr(torch.return_types, func.__name__)(both)
+
+
+for _place in (torch, Tensor):
+    _extreme(_place.max, MAX, torch.maximum)
+    _extreme(_place.min, MIN, torch.minimum)
+
+
+def _norm(func: Callable) -> None:
+    @built_in(func)
+    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+        """The p-norm of all elements, or along dims."""
+        names = ("p" if "p" in kwargs else "ord", "dim", "keepdim")
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        p = given.get("p", given.get("ord", 2))
+        p = 2 if p in ("fro", None) else p
+        if not isinstance(p, (int, float)) or p <= 0 or given.get("out") is not None:
+            raise unsupported(func, args, kwargs)
+        dims = {"dim": given.get("dim"), "keepdim": given.get("keepdim", False)}
+        sizes = args[0].abs() if given.get("dtype") is None else args[0].to(given["dtype"]).abs()
+        if p == math.inf:
+            return reduced(sizes, MAX, **dims)
+        return reduced(sizes**p, SUM, **dims) ** (1 / p)
+
+
+for _func in (torch.norm, Tensor.norm, torch.linalg.vector_norm):
+    _norm(_func)
