@@ -3,7 +3,7 @@
 Each rank looks up its own ids and gets what the whole table would give it. The ids that it needs,
 each once, go to all ranks; the holders send their parts of these rows back, so that a row's bytes
 travel once to a rank that needs it, whatever the layout: rows, columns, grids. The rest is torch's
-own function on the rows that came, which makes its modes, weights and padding work, to the bit.
+own function on the rows that came, so its modes, weights and padding are torch's.
 
 The gradient takes the way back: a holder adds up what all ranks' losses ask of its rows.
 """

@@ -94,10 +94,11 @@ def _split(func: Callable, st: Any, dim: int, sizes: Sequence[int]) -> tuple[Any
     check_whole(func, st, dim)
     made, start = [], 0
     for size in sizes:
-        place = start, size
-        layout = [_narrow(shard, dim, place) for shard in st._metadata.shards_metadata]
+        layout = [_narrow(shard, dim, size) for shard in st._metadata.shards_metadata]
         parts = [
-            shard.tensor.narrow(dim, *place) if shard.tensor.numel() else shard.tensor
+            shard.tensor.narrow(dim, start, size)
+            if shard.tensor.numel()
+            else shard.tensor.reshape(_narrow(shard.metadata, dim, size).shard_sizes)
             for shard in st._local_shards
         ]
         whole = [size if d == dim else n for d, n in enumerate(st._metadata.size)]
@@ -106,12 +107,12 @@ def _split(func: Callable, st: Any, dim: int, sizes: Sequence[int]) -> tuple[Any
     return tuple(made)
 
 
-def _narrow(shard: ShardMetadata, dim: int, place: tuple[int, int]) -> ShardMetadata:
+def _narrow(shard: ShardMetadata, dim: int, size: int) -> ShardMetadata:
     """A shard's metadata in a part of the tensor; one without elements stays so."""
-    if not all(shard.shard_sizes):
-        return shard
-    sizes = [place[1] if d == dim else n for d, n in enumerate(shard.shard_sizes)]
-    return replace(shard, shard_sizes=sizes)
+    sizes = list(shard.shard_sizes)
+    empty = not all(sizes)
+    sizes[dim] = size
+    return replace(shard, shard_sizes=[0] * len(sizes) if empty and all(sizes) else sizes)
 
 
 def permuted(st: Any, order: Sequence[int]) -> Any:
