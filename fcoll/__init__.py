@@ -1,45 +1,112 @@
-"""Functional collectives for PyTorch: a tensor in, a new tensor out."""
+"""Functional collectives for PyTorch: a tensor in, a new tensor out.
 
-from fcoll import _torch, compat, dist, errors, functions, local, sharded, symm_mem
-from fcoll.checking.check import Checked, check
-from fcoll.costs.machine import Machine
-from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
-from fcoll.eager.async_tensor import AsyncCollectiveTensor
-from fcoll.eager.launch import launch
-from fcoll.eager.register import register
-from fcoll.errors import FcollError
-from fcoll.functions import *  # noqa: F403
-from fcoll.graph.issued import Issued
-from fcoll.groups import Group, GroupLike
-from fcoll.profiling.profile import Profile, profile
-from fcoll.report.advice import Advice, advice
-from fcoll.report.world import WorldTimeline, timeline
-from fcoll.scheduling.plan import Plan
-from fcoll.scheduling.planner import schedule
-from fcoll.scheduling.registry import scheduler
-from fcoll.simulation import faults
-from fcoll.simulation.batched.indices import axis_index, rank
-from fcoll.simulation.batched.modules import stack_modules
-from fcoll.simulation.batched.simulate import simulate
-from fcoll.simulation.explore import Exploration, explore
-from fcoll.simulation.ranks import simulate_ranks
-from fcoll.symm_mem import accelerate_c10d
-from fcoll.table.collectives import COLLECTIVES
-from fcoll.table.row import Collective
-from fcoll.tracing.fake_world import fake_world
-from fcoll.tracing.trace import Trace, trace
-from fcoll.tracing.values import assume
-from fcoll.training import traced as _traced  # noqa: F401  DistributedDataParallel in traces
-from fcoll.training.data_parallel import DataParallel, MixedPrecision
-from fcoll.training.logger import Logger
-from fcoll.training.reducer import Reducer
+Importing it imports neither torch nor what is not used: a public name is looked up where it is
+first asked for. The ops (``torch.ops.fcoll``) and the kernels of torch's ops on shared memory are
+there as soon as torch is imported, too.
+"""
 
-_torch.no_guards_on_globals_of(__name__)
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from fcoll.imports import when_imported
+
+if TYPE_CHECKING:
+    from fcoll import compat, dist, errors, local, sharded, symm_mem
+    from fcoll.checking.check import Checked, check
+    from fcoll.costs.machine import Machine
+    from fcoll.eager.async_tensor import AsyncCollectiveTensor
+    from fcoll.eager.launch import launch
+    from fcoll.eager.register import register
+    from fcoll.errors import FcollError
+    from fcoll.functions import *  # noqa: F403
+    from fcoll.graph.issued import Issued
+    from fcoll.groups import Group, GroupLike
+    from fcoll.profiling.profile import Profile, profile
+    from fcoll.report.advice import Advice, advice
+    from fcoll.report.world import WorldTimeline, timeline
+    from fcoll.scheduling.plan import Plan
+    from fcoll.scheduling.planner import schedule
+    from fcoll.scheduling.registry import scheduler
+    from fcoll.simulation import faults
+    from fcoll.simulation.batched.indices import axis_index, rank
+    from fcoll.simulation.batched.modules import stack_modules
+    from fcoll.simulation.batched.simulate import simulate
+    from fcoll.simulation.explore import Exploration, explore
+    from fcoll.simulation.ranks import simulate_ranks
+    from fcoll.symm_mem import accelerate_c10d
+    from fcoll.table.collectives import COLLECTIVES
+    from fcoll.table.row import Collective
+    from fcoll.tracing.fake_world import fake_world
+    from fcoll.tracing.trace import Trace, trace
+    from fcoll.tracing.values import assume
+    from fcoll.training.data_parallel import DataParallel, MixedPrecision
+    from fcoll.training.logger import Logger
+    from fcoll.training.reducer import Reducer
 
 __version__ = "0.1.0"
 
+_FUNCTIONS = [
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "barrier",
+    "batch_p2p",
+    "broadcast",
+    "gather",
+    "identity",
+    "irecv",
+    "isend",
+    "permute",
+    "reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "shard_dim_alltoall",
+    "wait_tensor",
+]
+
+# Where the public names are: the imports above once more, and a test compares them.
+_NAMES_OF = {
+    "checking.check": "Checked check",
+    "costs.machine": "Machine",
+    "eager.async_tensor": "AsyncCollectiveTensor",
+    "eager.launch": "launch",
+    "eager.register": "register",
+    "errors": "FcollError",
+    "functions": " ".join(_FUNCTIONS),
+    "graph.issued": "Issued",
+    "groups": "Group GroupLike",
+    "profiling.profile": "Profile profile",
+    "report.advice": "Advice advice",
+    "report.world": "WorldTimeline timeline",
+    "scheduling.plan": "Plan",
+    "scheduling.planner": "schedule",
+    "scheduling.registry": "scheduler",
+    "simulation.batched.indices": "axis_index rank",
+    "simulation.batched.modules": "stack_modules",
+    "simulation.batched.simulate": "simulate",
+    "simulation.explore": "Exploration explore",
+    "simulation.ranks": "simulate_ranks",
+    "symm_mem": "accelerate_c10d",
+    "table.collectives": "COLLECTIVES",
+    "table.row": "Collective",
+    "tracing.fake_world": "fake_world",
+    "tracing.trace": "Trace trace",
+    "tracing.values": "assume",
+    "training.data_parallel": "DataParallel MixedPrecision",
+    "training.logger": "Logger",
+    "training.reducer": "Reducer",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_MODULES = {"faults": "simulation.faults"}  # others have the name that they are asked for by
+
 __all__ = [
-    *functions.__all__,
+    *_FUNCTIONS,
     "COLLECTIVES",
     "Advice",
     "AsyncCollectiveTensor",
@@ -85,3 +152,29 @@ __all__ = [
     "timeline",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = f"fcoll.{_MODULES.get(name, name)}"
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"fcoll.{_MODULE_OF[name]}"), name)
+    elif not name.startswith("__") and importlib.util.find_spec(module):
+        value = importlib.import_module(module)
+    else:
+        raise AttributeError(f"module 'fcoll' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _register() -> None:
+    """What others find by themselves: the ops, kernels for torch's ops, what Dynamo is told."""
+    from fcoll import _torch, functions, symm_mem  # noqa: F401
+
+    when_imported(_torch.TRACES_FUNCTIONS, lambda: _torch.no_guards_on_globals_of(__name__))
+
+
+when_imported("torch", _register)

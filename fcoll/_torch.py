@@ -1,6 +1,7 @@
 """The private torch APIs that fcoll uses. No other file of the package names one.
 
-Tested with torch 2.13.0. Each name says what it is needed for.
+Tested with torch 2.13.0. Each name says what it is needed for. Dynamo, DTensor and sympy, which
+take longer to import than all of fcoll, are imported by those who need them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,14 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.autograd_function as _functorch_autograd
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.tensor.debug as dtensor_debug
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -152,19 +149,37 @@ def has_native_avg(pg: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def at_trace_time(fn: F) -> F:
-    """Dynamo calls ``fn`` while tracing, on constants, instead of tracing into it."""
-    return torch.compiler.assume_constant_result(fn)
+    """Dynamo calls ``fn`` while tracing, on constants, instead of tracing into it.
+
+    It is torch.compiler.assume_constant_result, which imports Dynamo.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+#: The module of Dynamo that this is to be called for as soon as it is imported.
+TRACES_FUNCTIONS = "torch._dynamo.symbolic_convert"
 
 
 def no_guards_on_globals_of(package: str) -> None:
     """Dynamo takes the globals of the package's modules for constant, as it does those of the
     standard library. One all_reduce reads fifty; guards on them would take 5 us a call."""
+    symbolic_convert: Any = sys.modules[TRACES_FUNCTIONS]
     is_constant = symbolic_convert.is_stdlib
 
     def is_constant_or_ours(module: Any) -> bool:
         return getattr(module, "__name__", "").split(".")[0] == package or is_constant(module)
 
     symbolic_convert.is_stdlib = is_constant_or_ours
+
+
+def guard_or_false(condition: Any) -> bool:
+    """The condition; of symbolic sizes that only a run knows, False."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def tracing() -> bool:
@@ -354,8 +369,12 @@ def _register(names: dict[dist.ProcessGroup, str], on: bool) -> None:
 
 def _forget_meshes() -> None:
     """DTensor's caches hold meshes, equal meshes of other ranks are equal keys: forget them."""
-    dtensor_debug._clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+        from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+
+        debug._clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
 
 
 def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from fcoll import _torch
 from fcoll.eager import arguments, direct
+from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
 from fcoll.eager.door import is_refused, result, start

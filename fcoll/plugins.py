@@ -1,7 +1,7 @@
-"""Functions of other packages that fcoll calls where they are installed.
+"""What fcoll looks up by name, when it is needed, instead of importing it.
 
-fcoll imports nothing that is built on it. What the compiler half adds to fcoll's own work is named
-here and looked up when it is needed.
+fcoll imports nothing that is built on it, and a stage nothing of a later one. What the compiler
+half adds to fcoll's own work, where it is installed, and later stages to earlier ones, is here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
 PLUGINS = {
@@ -17,11 +16,13 @@ PLUGINS = {
     "traced": "inductor_ext.stock.teach:teach",
     # `fcoll calibrate` runs: measure also what the compiler decides by.
     "calibrate": "inductor_ext.calibrate:calibrate_one_shot",
+    # torch's DistributedDataParallel is traced: put a reducer there that can be (tracing/ddp.py).
+    "reducers": "fcoll.training.traced:REDUCERS",
 }
 
 
 @functools.cache
-def plugin(name: str) -> Callable[..., Any] | None:
-    """The function that is called on an occasion, None if its package is not installed."""
+def plugin(name: str) -> Any:
+    """What is called on an occasion, None if its package is not installed."""
     package = PLUGINS[name].partition(".")[0]
     return pkgutil.resolve_name(PLUGINS[name]) if importlib.util.find_spec(package) else None

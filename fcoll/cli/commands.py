@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from fcoll.cli import demos, programs
-from fcoll.cli.parser import parser
 from fcoll.costs.machine import Machine, machine_dir, presets
 from fcoll.costs.model import number
 from fcoll.errors import BadMesh, BadOption, CollectiveMismatch, FcollError, NotWritable, RankFailed
@@ -40,7 +39,6 @@ PROGRESS_S = 5.0  # between lines that say how far it is
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."""
     from fcoll.report import html, perfetto, summary, svg, text
     from fcoll.report.advice import advice
     from fcoll.scheduling.planner import schedule
@@ -90,7 +88,6 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Prove that all ranks issue matching collectives in the same order; no processes needed."""
     from fcoll.checking.check import check
 
     if not args.mesh:
@@ -112,7 +109,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Measure this machine (about a minute), so that --machine local predicts it."""
     from fcoll.profiling.calibrate import calibrate
 
     name = "local-gloo.toml" if args.gloo else "local.toml"
@@ -144,7 +140,6 @@ def _one_shot_bytes(ranks: int) -> int | None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """Compare the collectives of two saved traces; exit code 1 if they differ."""
     before, after = (programs.read_trace(path) for path in (args.before, args.after))
     found = before.diff(after)
     _print(args, {"same": found.same, "text": str(found)}, lambda: str(found))
@@ -152,7 +147,6 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _scale(args: argparse.Namespace) -> int:
-    """Step time, bytes and exposed share as one axis of the world grows."""
     from fcoll.report import scaling
     from fcoll.report.scale import scale, sizes_from
 
@@ -177,7 +171,6 @@ def _scale(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    """Run the ranks of a mesh against each other: pipeline bubbles, stragglers, imbalance."""
     from fcoll.report.world import timeline
 
     if not args.mesh:
@@ -200,7 +193,6 @@ def _timeline(args: argparse.Namespace) -> int:
 
 
 def _schedule(args: argparse.Namespace) -> int:
-    """Plan the order of a step by several schedulers, and compare what they are worth."""
     from fcoll.report import experiments
     from fcoll.scheduling.registry import scheduler_of
 
@@ -220,7 +212,6 @@ def _schedule(args: argparse.Namespace) -> int:
 
 
 def _collectives(args: argparse.Namespace) -> int:
-    """List the table: every collective, its schema and what it sends."""
     import sympy
 
     n, b = sympy.symbols("n b", positive=True)
@@ -247,7 +238,6 @@ def _collectives(args: argparse.Namespace) -> int:
 
 
 def _machines(args: argparse.Namespace) -> int:
-    """List the machines that --machine knows; with --prices what collectives cost on one."""
     if args.prices:
         from fcoll.report import prices
 
@@ -265,7 +255,6 @@ def _machines(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    """Compile the C++ part now, instead of at the first collective."""
     from fcoll.transport.native import build
 
     try:
@@ -411,13 +400,13 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser(COMMANDS).parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """The exit code of a command; a mistake of the user's is a line on stderr."""
     if not args.debug:  # torch logs the traceback of what is raised
         logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
     try:
         check_files(args)
-        return args.run(args)
+        return COMMANDS[args.command](args)
     except BrokenPipeError:  # `fcoll report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, SystemExit) as error:

@@ -1,14 +1,34 @@
-"""The arguments of ``fcoll ...`` and the help that teaches them."""
+"""The arguments of ``fcoll ...`` and the help that teaches them. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import fcoll
 
-Run = Callable[[argparse.Namespace], int]
+# What each command does; its function is in commands.py.
+COMMANDS = {
+    "report": (
+        "Trace a step and show its collectives: bytes, time, exposed or hidden, from which line."
+    ),
+    "check": (
+        "Prove that all ranks issue matching collectives in the same order; no processes needed."
+    ),
+    "scale": "Step time, bytes and exposed share as one axis of the world grows.",
+    "timeline": (
+        "Run the ranks of a mesh against each other: pipeline bubbles, stragglers, imbalance."
+    ),
+    "schedule": "Plan the order of a step by several schedulers, and compare what they are worth.",
+    "calibrate": "Measure this machine (about a minute), so that --machine local predicts it.",
+    "diff": "Compare the collectives of two saved traces; exit code 1 if they differ.",
+    "machines": (
+        "List the machines that --machine knows; with --prices what collectives cost on one."
+    ),
+    "collectives": "List the table: every collective, its schema and what it sends.",
+    "build": "Compile the C++ part now, instead of at the first collective.",
+}
 
 _TARGET = """
 what to run:
@@ -149,24 +169,23 @@ exit codes: 0 fine; 1 something was found; 2 it could not be told (an error, a p
 """
 
 
-def parser(commands: Mapping[str, Run]) -> argparse.ArgumentParser:
-    """The parser of all commands; each leaves the function that runs it in ``run``."""
-    about = f"{fcoll.__doc__}\n\nSee every collective of a step before it runs: start with\n"
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; which one was given is in ``command``."""
+    what = (fcoll.__doc__ or "").partition("\n")[0]
+    about = f"{what}\n\nSee every collective of a step before it runs: start with\n"
     about += "  fcoll report --demo llama3-8b --mesh dp=8,tp=8\n"
     raw = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser("fcoll", description=about, epilog=_CODES, formatter_class=raw)
     made.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
     made.add_argument("--debug", action="store_true", help=_DEBUG)
     subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
-    for name, run in commands.items():
-        text = (run.__doc__ or "").strip()
+    for name, text in COMMANDS.items():
         more = (
             _TARGET if name in ("report", "check", "scale", "timeline", "schedule") else ""
         ) + _EXAMPLES.get(name, "")
         command = subparsers.add_parser(
             name, help=text, description=text, epilog=more, formatter_class=raw
         )
-        command.set_defaults(run=run)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         # before or after the command: here without a default, which would undo the other
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import FakeWork
-from torch._dynamo.decorators import skip as dynamo_skip
 from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -24,7 +23,6 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
@@ -92,6 +90,8 @@ def with_hooks_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def around_sharding_propagation(pause: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter pause() whenever DTensor runs ops on whole-sized tensors only to learn shapes."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def paused(*args: Any, **kwargs: Any) -> Any:
@@ -183,13 +183,15 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
     """Call before(is_derivative) whenever a backward pass begins: True where it computes gradients
     that are themselves to be differentiated, autograd.grad(create_graph=True)."""
 
+    from torch._dynamo.decorators import skip
+
     def run(roots: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kw: Any):
         if TracingContext.try_get() is None:  # else AOTAutograd's, which makes a graph of it
             before(create_graph and not kw.get("accumulate_grad", True))
         return _engine_run_backward(roots, grads, retain_graph, create_graph, *args, **kw)
 
     # Dynamo goes on in what the engine calls, as if this were torch's own function
-    with replaced(torch.autograd, {"_engine_run_backward": dynamo_skip(run)}):
+    with replaced(torch.autograd, {"_engine_run_backward": skip(run)}):
         yield
 
 

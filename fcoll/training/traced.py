@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fcoll.tracing import ddp
 from fcoll.training import _torch, explain
 from fcoll.training.assignment import compute_bucket_assignment_by_size
 from fcoll.training.collectives import Collectives
@@ -135,4 +134,4 @@ def _notes(module: nn.Module, reducer: Reducer) -> Iterator[str]:
         yield f"{kind} {bucket.name}, {bucket.bytes} bytes: {explain.listed(bucket.members)}"
 
 
-ddp.serve(Reducers())
+REDUCERS = Reducers()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import fcoll
 from fcoll.checking.values import run_on_ranks
-from fcoll.cli.commands import FAILED, FINE, FOUND, main
+from fcoll.cli import main
+from fcoll.cli.commands import FAILED, FINE, FOUND
 from fcoll.errors import BadMesh, CollectiveMismatch, Deadlock, NotOnSimulatedRanks, NoValues
 
 

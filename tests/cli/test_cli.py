@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from fcoll.cli import main
 from fcoll.cli import programs as target
-from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND, main
+from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.errors import BadTarget

@@ -9,8 +9,8 @@ from argparse import Namespace
 
 import pytest
 
-from fcoll.cli import commands, programs
-from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND, main
+from fcoll.cli import commands, main, programs
+from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND
 from fcoll.errors import BadTraceFile, NotWritable
 
 PROGRAM = """\
