@@ -7,8 +7,10 @@ there as soon as torch is imported, too.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from fcoll.imports import when_imported
@@ -48,27 +50,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_FUNCTIONS = [
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all_single",
-    "barrier",
-    "batch_p2p",
-    "broadcast",
-    "gather",
-    "identity",
-    "irecv",
-    "isend",
-    "permute",
-    "reduce",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "shard_dim_alltoall",
-    "wait_tensor",
-]
+
+def _names_of_functions() -> list[str]:
+    """functions.__all__, read without importing torch: a collective is named in one place."""
+    with open(os.path.join(os.path.dirname(__file__), "functions.py")) as file:
+        text = file.read()
+    return ast.literal_eval(text.partition("\n__all__ = ")[2].partition("]")[0] + "]")
+
+
+_FUNCTIONS = _names_of_functions()
 
 # Where the public names are: the imports above once more, and a test compares them.
 _NAMES_OF = {

@@ -175,7 +175,8 @@ def no_guards_on_globals_of(package: str) -> None:
 
 def guard_or_false(condition: Any) -> bool:
     """The condition; of symbolic sizes that only a run knows, False."""
-    if isinstance(condition, bool):
+    # In Dynamo a symbolic one is a bool by type.
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

@@ -36,7 +36,7 @@ class Answer:
 
 def work() -> None:
     fd, parent, init, once = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
@@ -116,7 +116,7 @@ def count_ranks(rank: int) -> float:
     return count.item()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call

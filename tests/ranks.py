@@ -6,8 +6,8 @@
     def test_total(ranks2):                   # a RankPool of the session, see conftest.py
         assert ranks2.run(total, torch.zeros(1)) == [1, 1]
 
-``RankPool`` keeps its processes for the whole session, since importing torch takes seconds.
-``launch`` starts fresh ones, for functions that end their process or change it for good.
+``RankPool`` keeps its processes for the whole session. ``launch`` starts new ones, for functions
+that end their process or change it for good. See nursery.py for how they start.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import nursery
 import torch.distributed as dist
 from rank_worker import Answer, count_ranks, join
 
@@ -171,7 +172,7 @@ def launch(
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen
+    process: Any  # subprocess.Popen, or what stands for it
     connection: Connection
     stdout: Any  # unlinked files: nothing is left behind, whoever is killed
     stderr: Any
@@ -302,19 +303,9 @@ def _start(environ: dict[str, str], init: bool, once: bool) -> _Worker:
     ours, theirs = Pipe()
     stdout = tempfile.TemporaryFile()  # noqa: SIM115 (_World.kill closes it)
     stderr = tempfile.TemporaryFile()  # noqa: SIM115
-    # Imported, not run as __main__: what is pickled there must be the same class here.
-    program = [sys.executable, "-u", "-c", "import rank_worker; rank_worker.work()"]
     with theirs:
-        options = map(str, [theirs.fileno(), os.getpid(), int(init), int(once)])
-        process = subprocess.Popen(
-            [*program, *options],
-            env=environ,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            process_group=0,
-        )
+        files = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
+        process = nursery.start(environ, files, [int(init), int(once)])
     return _Worker(process, ours, stdout, stderr)
 
 

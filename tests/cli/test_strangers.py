@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fcoll.cli.commands import FINE, main
+from fcoll.cli import main
+from fcoll.cli.commands import FINE
 
 PROGRAMS = Path(__file__).with_name("strangers.py")
 NOTES = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fcoll
-from fcoll.cli.commands import main
+from fcoll.cli import main
 from fcoll.report import experiments
 from fcoll.report.experiments import compare
 

@@ -1,0 +1,178 @@
+"""Start a rank's process in milliseconds: as a fork of one that has imported torch and fcoll.
+
+Importing them takes 1.5 s of CPU time, and a run of all tests starts hundreds of ranks. There is a
+nursery for each rank's number, so that ranks differ in their hash seeds and addresses, as they do
+in the field. A process whose environment differs from its nursery's in what is read while torch is
+imported is started by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+MESSAGE_BYTES = 1 << 20
+
+# What torch and fcoll read when it is needed; all else may have been read at their import.
+READ_LATE = (
+    *("FCOLL_", "INDUCTOR_EXT_", "TORCHINDUCTOR_", "PYTEST_", "CXX", "PATH", "HOME"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_"),
+)
+
+
+class Nursery:
+    """A process that forks ranks."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self.environ = environ
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            program = [sys.executable, "-u", "-c", "import nursery; nursery.main()"]
+            self.process = subprocess.Popen(
+                [*program, str(theirs.fileno()), str(os.getpid())],
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+
+    def serves(self, environ: dict[str, str]) -> bool:
+        names = environ.keys() | self.environ.keys()
+        differ = [name for name in names if environ.get(name) != self.environ.get(name)]
+        return self.process.poll() is None and all(name.startswith(READ_LATE) for name in differ)
+
+    def fork(self, environ: dict[str, str], files: list[int], arguments: list[int]) -> Forked:
+        """A rank with these for its connection, stdout and stderr; it runs rank_worker.work."""
+        return Forked(self, self.ask(("fork", environ, arguments), files))
+
+    def ask(self, request: Any, files: list[int]) -> int:
+        try:
+            socket.send_fds(self.socket, [pickle.dumps(request)], files)
+            return pickle.loads(self.socket.recv(MESSAGE_BYTES))
+        except BaseException:
+            self.close()  # also when pytest's timeout strikes: the answer may come yet
+            raise
+
+    def close(self) -> None:
+        """End it, and with it the ranks that it has forked."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.close()
+
+
+class Forked:
+    """What subprocess.Popen has, for a child of a nursery."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.nursery, self.pid = nursery, pid
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._ended, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            self.returncode = self.nursery.ask(("code", self.pid), [])
+            os.close(self._ended)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+_nurseries: dict[str, Nursery] = {}
+
+
+def start(environ: dict[str, str], files: list[int], flags: list[int]) -> Any:
+    """The process of a rank that runs rank_worker.work on the first of these files, the others
+    being its stdout and stderr."""
+    rank = environ["RANK"]
+    found = _nurseries.get(rank)
+    if found is None or found.process.poll() is not None:
+        found = _nurseries[rank] = Nursery(environ)
+        atexit.register(found.close)
+    if found.serves(environ):
+        return found.fork(environ, files, flags)
+    # Imported, not run as __main__: what is pickled there must be the same class here.
+    program = [sys.executable, "-u", "-c", "import rank_worker; rank_worker.work()"]
+    return subprocess.Popen(
+        [*program, *map(str, [files[0], os.getpid(), *flags])],
+        env=environ,
+        pass_fds=[files[0]],
+        stdin=subprocess.DEVNULL,
+        stdout=files[1],
+        stderr=files[2],
+        process_group=0,
+    )
+
+
+# -- in the nursery ---
+
+
+def main() -> None:
+    """Serve; returns in the children, which then are ranks."""
+    fd, parent = map(int, sys.argv[1:])
+    import rank_worker
+
+    import fcoll
+
+    rank_worker.die_with(parent)
+    assert fcoll.functions and len(os.listdir("/proc/self/task")) == 1, "a fork loses threads"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    if _serve(socket.socket(fileno=fd)):
+        rank_worker.work()
+
+
+def _serve(connection: socket.socket) -> bool:
+    """True in a child."""
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        if not message:
+            return False
+        what, *facts = pickle.loads(message)
+        if what == "code":
+            _, status = os.waitpid(facts[0], 0)
+            connection.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
+            continue
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become_a_rank(parent, files, *facts)
+            return True
+        os.setpgid(pid, pid)  # here and there: whoever kills the group finds it
+        for file in files:
+            os.close(file)
+        connection.send(pickle.dumps(pid))
+
+
+def _become_a_rank(
+    parent: int, files: list[int], environ: dict[str, str], flags: list[int]
+) -> None:
+    os.setpgid(0, 0)
+    os.dup2(files[1], 1)
+    os.dup2(files[2], 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    random.seed()
+    sys.argv[1:] = map(str, [files[0], parent, *flags])
