@@ -174,6 +174,7 @@ def test_trace_to_report():
     from fcoll.report import text
     from fcoll.scheduling.timeline import timeline
 
+    assert fcoll.trace  # imported: what is watched is the call
     found: set[str] = set()
 
     def watch(frame: Any, event: str, called: Any) -> None:
