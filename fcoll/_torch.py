@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,8 +28,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TESTED_VERSION = "2.13.0"
+TESTED_VERSION = "2.13"
 TORCH_DIR = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def warn_of_newer(version: str) -> None:
+    """Say so when torch is newer than what this was tested with: private names change.
+
+    >>> warn_of_newer("2.13.7+cpu")
+    """
+    if tuple(map(int, version.split(".")[:2])) > tuple(map(int, TESTED_VERSION.split("."))):
+        warnings.warn(
+            f"fcoll is tested with torch {TESTED_VERSION}, this is {version}: traces, compiled "
+            "graphs and shared memory may not work. What fails says which name is missing.",
+            stacklevel=2,
+        )
+
+
+warn_of_newer(torch.__version__)
 
 # The class that DTensor, FSDP2 and AOTAutograd recognise by isinstance: ours derives from it.
 TorchAsyncCollectiveTensor = funcol.AsyncCollectiveTensor

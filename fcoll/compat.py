@@ -391,8 +391,10 @@ _REMAPPED: dict[str, Callable[..., Any]] = {
 }
 globals().update({name: _remapped(name, fn) for name, fn in _REMAPPED.items()})
 
+# Of those that a newer torch adds (2.15: _remapped_reduce_scatter) torch's own.
 traceable_collective_remaps = {
-    fn: globals()[theirs.__name__] for fn, theirs in _THEIRS["traceable_collective_remaps"].items()
+    fn: globals().get(theirs.__name__, theirs)
+    for fn, theirs in _THEIRS["traceable_collective_remaps"].items()
 }
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from fcoll.transport.native import build
 
@@ -85,13 +87,54 @@ def no_process_group_left() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """What Inductor compiles is shared by the tests and ranks of a session, and by no other,
     unless TORCHINDUCTOR_CACHE_DIR is set."""
-    # Importing fcoll imports Dynamo, which sets it to torch's default where it is not set.
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # in workers of xdist it is
         folder = tempfile.mkdtemp(prefix="fcoll-inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # In the ranks themselves: a pool of compilers for each of them takes longer to start.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Every process that compiles would look what the compiler can do: 2 s, 14 s with a new cache.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+# Files that take longest come first, so that workers end together: xdist hands out whole files.
+LONGEST = [
+    "test_symm_mem",
+    "test_inductor_ext",
+    "test_native_core",
+    "test_compile",
+    "test_stays_usable",
+    "test_lanes",
+    "test_inductor_errors",
+    "test_schedule",
+    "test_triton_kernels",
+    "test_docs",
+    "test_handshake",
+]
+
+
+POOLS = {"ranks", "ranks2", "ranks4", "shared2", "shared4", "compiled"}
+STARTS_SOMETHING = re.compile(r"\b(launch|subprocess|RankPool|torch\.compile|inductor_ext)\b")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    for item in items:
+        if is_fast(item):
+            item.add_marker("fast")
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Does it start no ranks, compiler or other process, nor does its file?"""
+    pools = [pool for pool in POOLS if f"[{pool}" in item.name]  # of fixtures that choose one
+    pools += POOLS.intersection(getattr(item, "fixturenames", ()))
+    return not (pools or item.get_closest_marker("slow") or starts_something(item.path))
+
+
+@functools.cache
+def starts_something(path: Path) -> bool:
+    return bool(STARTS_SOMETHING.search(path.read_text()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

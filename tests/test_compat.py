@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import subprocess
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 import fcoll
-from fcoll import compat
+from fcoll import _torch, compat
 from fcoll._torch import FUNCTIONAL_COLLECTIVES as THEIRS
 from fcoll._torch import work_registry_size
 
@@ -78,6 +80,25 @@ def test_tables_are_torchs_with_our_functions():
     ours, theirs = compat.traceable_collective_remaps, funcol.traceable_collective_remaps
     assert {k: v.__name__ for k, v in ours.items()} == {k: v.__name__ for k, v in theirs.items()}
     assert all(fn is getattr(compat, fn.__name__) for fn in ours.values())
+
+
+def test_a_newer_torch_is_warned_of_and_what_it_adds_is_its_own():
+    with pytest.warns(UserWarning, match=r"tested with torch 2\.13, this is 2\.15\.0"):
+        _torch.warn_of_newer("2.15.0")
+    program = """
+import warnings, torch, torch.distributed._functional_collectives as funcol
+def _remapped_reduce_scatter(*args): ...
+funcol.traceable_collective_remaps[torch.distributed.reduce_scatter] = _remapped_reduce_scatter
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import fcoll
+    assert fcoll.compat.traceable_collective_remaps[torch.distributed.reduce_scatter] is (
+        _remapped_reduce_scatter
+    )
+assert ["2.99.0" in str(w.message) for w in told] == [True], told
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_unknown_name():
