@@ -85,6 +85,11 @@ def test_shapes_that_differ():
             fcoll.reduce(x, 0, "sum")
 
 
+def test_calls_are_checked():
+    with fake_world(W), LocalTensorMode(W), pytest.raises(fcoll.errors.WrongDtype):
+        torch.ops.fcoll.all_reduce(torch.ones(3).int(), "avg", dist.group.WORLD.group_name)
+
+
 def test_fake_tensors_inside():
     with fake_world(W), FakeTensorMode(), LocalTensorMode(W):
         x = torch.ones(3, 2) + 1

@@ -427,6 +427,23 @@ def test_refusals_name_the_line(what):
     assert fcoll.simulate(fcoll.all_reduce, world_size=4)(torch.ones(4)).tolist() == [4.0] * 4
 
 
+def test_calls_of_one_simulation_that_differ_in_one_thing():
+    """What was checked for one call is used again for calls that look the same, and for no other."""
+
+    def fn(x: Tensor) -> list[Tensor]:
+        calls = [(x, "sum", None), (x, "max", None), (x, "sum", "tp"), (x, "sum", "dp")]
+        return [fcoll.all_reduce(*call) for call in calls]
+
+    sim = fcoll.simulate(fn, mesh_shape=MESH)
+    for _ in range(2):
+        found = [y.tolist() for y in sim(torch.tensor([1.0, 2.0, 4.0, 8.0]))]
+        assert found == [[15.0] * 4, [8.0] * 4, [3.0, 3.0, 12.0, 12.0], [5.0, 10.0, 5.0, 10.0]]
+    mean = fcoll.simulate(lambda x: fcoll.all_reduce(x, "avg"), world_size=4)
+    assert mean(torch.arange(4.0)).tolist() == [1.5] * 4
+    with pytest.raises(fcoll.errors.WrongDtype):
+        mean(torch.arange(4))
+
+
 def test_threads_simulate_one_after_another():
     """Each puts a world of its own in torch.distributed's place."""
 
