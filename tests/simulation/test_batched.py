@@ -428,7 +428,7 @@ def test_refusals_name_the_line(what):
 
 
 def test_calls_of_one_simulation_that_differ_in_one_thing():
-    """What was checked for one call is used again for calls that look the same, and for no other."""
+    """What was checked for one call is used again for calls that look the same, no others."""
 
     def fn(x: Tensor) -> list[Tensor]:
         calls = [(x, "sum", None), (x, "max", None), (x, "sum", "tp"), (x, "sum", "dp")]
