@@ -87,8 +87,6 @@ def render(world: WorldTimeline, most: int = 16) -> str:
     lines = [title_of(world), *table([head, *rows], "><>>><")]
     if len(groups) > most:
         lines.append(f"... and {sum(map(len, groups[most:]))} more ranks")
-    if world.machine.slowdown > 1 or world.machine.shared_links:
-        lines.append("slowdown and shared_links of the machine are left out here")
     return "\n".join([*lines, "█ computes  ▒ computes backward  ░ waits"])
 
 

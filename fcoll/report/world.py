@@ -17,8 +17,10 @@ from fcoll.graph.steps import Step
 from fcoll.report import lanes
 from fcoll.report.places import is_whole, place_of, rank_at, varying
 from fcoll.report.symmetry import representatives
+from fcoll.scheduling.contention import Contention
+from fcoll.scheduling.crowded import run_world
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
-from fcoll.scheduling.world import Meeting, RankLine, RankProgram, run_world
+from fcoll.scheduling.world import Meeting, RankLine, RankProgram
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.trace import trace
 from fcoll.tracing.workers import Tracer
@@ -92,7 +94,7 @@ def timeline(
     compute of some ranks take longer: {3: 1.2}. ``costs`` are times in us that go before the
     machine's: {step name: us} or a function of a Step. Up to 16 ranks are all traced; of more,
     ranks that differ only along axes on which nobody sends messages are taken to do the same.
-    A machine's ``host_us`` counts, its ``slowdown`` and ``shared_links`` do not.
+    A machine's ``slowdown``, ``shared_links`` and ``host_us`` count, as on one rank.
 
         >>> import torch, fcoll
         >>> def build(mesh):
@@ -253,7 +255,8 @@ class _Model:
     def __init__(
         self, traced: _Traced, groups: _Groups, machine: Machine, costs: Costs | None
     ) -> None:
-        self.traced, self.groups, self.host_us = traced, groups, machine.host_us
+        self.traced, self.groups = traced, groups
+        self.contention = Contention.of(machine, traced.collectives) or Contention()
         price = pricing(traced.collectives, machine, costs, traced.sizes)
         self.us = {step.name: price(step) for step in traced.steps}
         self.phases = {step.name: step.phase for step in traced.steps}
@@ -265,7 +268,7 @@ class _Model:
             return us[step.name] * slow if step.kind == "compute" else us[step.name]
 
         meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
-        return RankProgram(self.traced.steps, meetings, price, self.host_us)
+        return RankProgram(self.traced.steps, meetings, price, self.contention)
 
     def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
         group = self.groups.of(call.ranks, call.instance, rank)

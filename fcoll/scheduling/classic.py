@@ -129,6 +129,15 @@ def just_in_time(problem: Problem) -> list[int]:
     return order
 
 
+def with_needs(problem: Problem, order: Sequence[int]) -> list[int]:
+    """The same order, but where a unit comes before one that it needs, that one comes first."""
+    done = [False] * problem.n
+    made: list[int] = []
+    for u in order:
+        _emit_with_needs(u, problem, done, made)
+    return made
+
+
 def _emit_with_needs(u: int, problem: Problem, done: list[bool], order: list[int]) -> None:
     """A unit, and before it what it needs and is not there yet. No recursion: chains are long."""
     stack = [(u, iter(problem.before[u]))]

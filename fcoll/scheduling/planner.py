@@ -30,7 +30,7 @@ from fcoll.scheduling.plan import Plan, verify_plan
 from fcoll.scheduling.priced import Change, Priced, Wanted
 from fcoll.scheduling.problem import problem_of
 from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
-from fcoll.scheduling.rewrite import fake_mode_of
+from fcoll.scheduling.rewrite import fake_mode_of, values_kept
 from fcoll.scheduling.runtime import Runtime
 from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
@@ -84,7 +84,7 @@ def schedule(
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
-    with without_collector():
+    with without_collector(), values_kept():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
         return _schedule(trace, reading, memory_cap, entry, Wanted(buckets, splits, reuse))
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+
+from fcoll.scheduling._torch import lazy_graph_module
+
+_values: ContextVar[dict[Any, Any] | None] = ContextVar("values", default=None)
+
+
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Graphs that are made of one another have many equal calls: their fake values are made once
+    for all of them."""
+    before = _values.set({})
+    try:
+        yield
+    finally:
+        _values.reset(before)
+
 
 _STALE = ("tensor_meta", "val")  # of a node's meta: they are of its own value
 
@@ -21,7 +39,8 @@ class Rewrite:
         self.made: dict[Node, Node] = {}
         self.by_name = {node.name: node for node in graph_module.graph.nodes}
         self.mode = fake_mode_of(graph_module.graph.nodes)
-        self.known: dict[Any, Any] = {}
+        kept = _values.get()
+        self.known: dict[Any, Any] = {} if kept is None else kept
 
     def copy(self, node: Node) -> None:
         self.made[node] = self.graph.node_copy(node, self.whole)
@@ -64,7 +83,7 @@ class Rewrite:
     def finish(self) -> GraphModule:
         self.graph._codegen = self.given.graph._codegen
         self.graph.lint()
-        module = GraphModule(self.given, self.graph)
+        module = lazy_graph_module(self.given, self.graph)
         module.meta.update(self.given.meta)
         return module
 

@@ -45,7 +45,8 @@ def reorder_compute(job: Job) -> Iterable[str]:
 @scheduler("torch", keeps_cap=False)
 def torch_overlap(job: Job) -> Iterable[str]:
     """torch's own scheduler of FX graphs, without its buckets. It knows ``_c10d_functional`` ops,
-    and may hold 5 % or 1 GB more than the order that came in."""
+    and may hold 5 % or 1 GB more than the order that came in. It orders nodes, not kernels: a
+    kernel whose first result it uses before the last one stands where that use does."""
     if job.graph_module is None:
         raise NoGraph(what="steps alone, for torch's scheduler,")
     try:
@@ -54,7 +55,8 @@ def torch_overlap(job: Job) -> Iterable[str]:
         why = f"torch's scheduler fails: {type(error).__name__}: {str(error)[:100]}"
         raise BadPlan(scheduler="torch", why=why) from None
     known = set(job.us)
-    return [name for name in order if name in known]
+    units = job.units(name for name in order if name in known)
+    return job.names(classic.with_needs(job.problem, units))
 
 
 @scheduler("overlap", buckets=True)

@@ -4,8 +4,8 @@ Layers repeat, so collectives that are alike (the same call, between the same ca
 together or not at all. Where compute in chunks lies between two kinds, as the products between a
 gather and a scatter do, the chunks of both hide it: such pairs are tried, and put together as long
 as that is faster by a quick schedule. So is a split of all that is exposed. Then one kind after the
-other is left whole again. How much may be tried is counted in units that are scheduled, so that the
-same graph has the same splits everywhere.
+other is left whole again. How much may be tried is counted in nodes, so that the same graph has the
+same splits everywhere.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from fcoll.scheduling.splits import Infeasible, Split, chained, grown, split_gra
 
 #: (chunks, how much compute around a collective is split, in times of its own).
 OPTIONS = ((2, 1.0), (4, 1.0), (2, 0.0))
-#: Units that may be scheduled on the way: a try takes about 0.3 ms a unit, most of it to make the
-#: changed graph.
-UNITS = 30_000
+#: Nodes of changed graphs that may be made on the way: a try takes about 0.25 ms a node.
+NODES = 18_000
 PAIRS = 4  # the best ones, that are put together
 #: Parts of the peak: a split holds more while it runs, so where the program holds that much already
 #: it may not fit under a cap. There are proposals that leave such places out.
@@ -49,7 +48,7 @@ class Search:
     base: Priced
     machine: Machine
     read: Reader
-    units: int = UNITS
+    nodes: int = NODES
     tried: dict[Choice, Priced] = field(default_factory=dict)
 
     def run(self) -> list[Choice]:
@@ -63,7 +62,8 @@ class Search:
             self.time(Choice(everything, k, reach))
         if self.tried:
             self.join(self.pairs(kind_of), first.us)
-            self.leave_whole(self.best(), list(dict.fromkeys(kind_of.values())))
+            if self.time(self.best()) < first.us:
+                self.leave_whole(self.best(), list(dict.fromkeys(kind_of.values())))
         better = [choice for choice in self.tried if self.time(choice) < first.us]
         return sorted(better, key=self.time)
 
@@ -102,10 +102,10 @@ class Search:
 
     def time(self, choice: Choice) -> float:
         """What a quick schedule takes; for ever if the splits cannot be made or time is up."""
-        if choice not in self.tried and self.units > 0:
+        if choice not in self.tried and self.nodes > 0:
             made = self.made(choice)
             if made is not None:
-                self.units -= made.job.problem.n
+                self.nodes -= len(made.change.graph_module.graph.nodes)
                 self.tried[choice] = made
         return self.tried[choice].quick_us if choice in self.tried else float("inf")
 

@@ -6,8 +6,8 @@ are through with what is before it on their streams, and ends for all of them at
 begins when both its sender and its receiver have issued theirs; messages from one rank to another
 do not wait for those to a third, or for those that come back.
 
-Of what runs at the same time (fcoll/scheduling/contention.py) only the host is here: each rank's
-issues its kernels one after another. Streams do not slow one another down.
+Each rank's host issues its kernels one after another. Streams do not slow one another down here:
+fcoll/scheduling/crowded.py is for machines that say so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from fcoll.errors import CollectiveMismatch
 from fcoll.graph.steps import Step
-from fcoll.scheduling.contention import launches
+from fcoll.scheduling.contention import Contention, launches
 from fcoll.scheduling.timeline import Span
 
 
@@ -34,12 +34,12 @@ class Meeting:
 class RankProgram:
     """What one rank does. ``meetings`` are those of each collective, by its id: one of a
     collective, one for each message of a batch. ``us`` is the price of a step on this rank,
-    ``host_us`` what its host takes to issue a kernel."""
+    ``contention`` what slows what down there."""
 
     steps: Sequence[Step]
     meetings: Mapping[int, Sequence[Meeting]]
     us: Callable[[Step], float]
-    host_us: float = 0.0
+    contention: Contention = field(default_factory=Contention)
 
 
 @dataclass(frozen=True)
@@ -61,62 +61,66 @@ class RankLine:
         return sum(s.us for s in self.waits)
 
 
-def run_world(programs: Mapping[int, RankProgram], lazy: bool = True) -> dict[int, RankLine]:
-    """Run all ranks until the last one ends. ``lazy``: a wait lasts from the first use on, as in
-    eager; else it is where it stands."""
-    world = _World(programs, lazy)
-    world.run()
-    return {r: rank.line() for r, rank in world.ranks.items()}
-
-
 @dataclass
-class _Flight:
+class Flight:
     """A collective that a rank has issued; ``end_us`` is None until it is known."""
 
     rank: int
     step: Step
     us: float
     issued_us: float
-    before: list[_Flight]  # what it has to wait for: on its streams, and its arguments
-    meetings: list[_Met] = field(default_factory=list)
+    before: list[Flight]  # what it has to wait for: on its streams, and its arguments
+    meetings: list[Met] = field(default_factory=list)
     begin_us: float = 0.0
     end_us: float | None = None
-    after: list[_Flight] = field(default_factory=list)
+    after: list[Flight] = field(default_factory=list)
 
 
 @dataclass
-class _Met:
+class Met:
     """One meeting: the flights of the ranks that have come."""
 
     ranks: tuple[int, ...]
-    flights: dict[int, _Flight] = field(default_factory=dict)
+    flights: dict[int, Flight] = field(default_factory=dict)
     span: tuple[float, float] | None = None
 
 
-class _World:
+class World:
+    """All ranks. ``lazy``: a wait lasts from the first use on, as in eager; else it is where it
+    stands."""
+
     def __init__(self, programs: Mapping[int, RankProgram], lazy: bool) -> None:
-        self.ranks = {r: _Rank(r, program, self, lazy) for r, program in programs.items()}
-        self.met: dict[Hashable, _Met] = {}
+        self.ranks = {r: self.rank(r, program, lazy) for r, program in programs.items()}
+        self.met: dict[Hashable, Met] = {}
         self.todo = list(self.ranks.values())  # ranks that may go on
 
-    def run(self) -> None:
-        while self.todo:
-            self.todo.pop().run()
+    def rank(self, number: int, program: RankProgram, lazy: bool) -> Rank:
+        return Rank(number, program, self, lazy)
+
+    def run(self) -> dict[int, RankLine]:
+        """Until the last rank ends."""
+        self.go_on()
         stuck = [rank for rank in self.ranks.values() if not rank.ended]
         if stuck:
             raise CollectiveMismatch(message="; ".join(rank.why() for rank in stuck[:4]))
+        return {r: rank.line() for r, rank in self.ranks.items()}
 
-    def come(self, meeting: Meeting, turn: int, flight: _Flight) -> None:
-        met = self.met.setdefault((meeting.key, turn), _Met(meeting.ranks))
+    def go_on(self) -> None:
+        """As long as a rank can."""
+        while self.todo:
+            self.todo.pop().run()
+
+    def come(self, meeting: Meeting, turn: int, flight: Flight) -> None:
+        met = self.met.setdefault((meeting.key, turn), Met(meeting.ranks))
         met.flights[flight.rank] = flight
         flight.meetings.append(met)
 
-    def settle(self, flights: Iterable[_Flight]) -> None:
+    def settle(self, flights: Iterable[Flight]) -> None:
         """Find the ends of flights, and of those that waited for them."""
         todo = list(flights)
         while todo:
             for met in todo.pop().meetings:
-                if met.span is not None or not _can_begin(met):
+                if met.span is not None or not can_begin(met):
                     continue
                 members = met.flights.values()
                 begin = max(max(f.issued_us, *_ends(f)) for f in members)
@@ -124,7 +128,7 @@ class _World:
                 for f in members:
                     todo += self.landed(f)
 
-    def landed(self, flight: _Flight) -> list[_Flight]:
+    def landed(self, flight: Flight) -> list[Flight]:
         """If all its meetings are over, the flight is: whoever waited for it can go on."""
         spans = [met.span for met in flight.meetings]
         if flight.end_us is not None or None in spans:
@@ -138,26 +142,26 @@ class _World:
         return flight.after
 
 
-def _can_begin(met: _Met) -> bool:
+def can_begin(met: Met) -> bool:
     here = len(met.flights) == len(met.ranks)
     return here and all(b.end_us is not None for f in met.flights.values() for b in f.before)
 
 
-def _ends(flight: _Flight) -> list[float]:
+def _ends(flight: Flight) -> list[float]:
     return [0.0, *(b.end_us for b in flight.before if b.end_us is not None)]
 
 
-class _Rank:
+class Rank:
     """One rank: where it is in its program, and what it has under way."""
 
-    def __init__(self, rank: int, program: RankProgram, world: _World, lazy: bool) -> None:
+    def __init__(self, rank: int, program: RankProgram, world: World, lazy: bool) -> None:
         self.rank, self.program, self.world, self.lazy = rank, program, world, lazy
         self.at, self.now = 0, 0.0
         self.host, self.issued_at = 0.0, -1  # when, and up to which step, all is issued
-        self.needs: _Flight | None = None  # what it cannot go on without
-        self.flying: dict[str, _Flight] = {}  # by the steps whose result it is
-        self.flights: list[_Flight] = []
-        self.last: dict[Hashable, _Flight] = {}  # of each stream
+        self.needs: Flight | None = None  # what it cannot go on without
+        self.flying: dict[str, Flight] = {}  # by the steps whose result it is
+        self.flights: list[Flight] = []
+        self.last: dict[Hashable, Flight] = {}  # of each stream
         self.turns: Counter[Hashable] = Counter()
         self.spans: list[Span] = []
         self.waits: list[Span] = []
@@ -168,10 +172,17 @@ class _Rank:
         landed = all(f.end_us is not None for f in self.flights)
         return self.at == len(self.program.steps) and landed
 
+    @property
+    def busy(self) -> bool:
+        """Is it in the middle of something, or waits for others?"""
+        return self.needs is not None
+
     def run(self) -> None:
-        while self.needs is None and self.at < len(self.program.steps):
+        while not self.busy and self.at < len(self.program.steps):
             step = self.program.steps[self.at]
             self.launch(step)
+            if self.busy:
+                return
             if step.kind == "start" and step.collective in self.program.meetings:
                 self.start(step)
             elif step.kind == "wait" and self.lazy:
@@ -184,7 +195,7 @@ class _Rank:
 
     def launch(self, step: Step) -> None:
         """The host issues the step's kernel, once; compute waits for that if it is late."""
-        host_us = self.program.host_us
+        host_us = self.program.contention.host_us
         if not host_us or self.issued_at == self.at:
             return
         self.issued_at = self.at
@@ -205,7 +216,7 @@ class _Rank:
         meetings = self.program.meetings[step.collective]
         before = [self.flying[x] for x in step.inputs if x in self.flying]
         before += [self.last[m.key] for m in meetings if m.key in self.last]
-        flight = _Flight(self.rank, step, self.program.us(step), self.now, before)
+        flight = Flight(self.rank, step, self.program.us(step), self.now, before)
         for other in before:
             other.after.append(flight)
         for meeting in meetings:

@@ -361,3 +361,26 @@ def test_forms_that_write_and_lists(solo, scheduler):
         plan = planned(graph, scheduler, seed)
         assert all(map(torch.equal, before, plan.apply()(x, w)))
         assert plan.timeline.step_us == pytest.approx(plan.makespan_us)
+
+
+def test_torchs_scheduler_where_kernels_are_fused(monkeypatch):
+    """It orders nodes: the first result of a kernel may be used before its last one is made."""
+    with fcoll.fake_world(dp=4) as mesh:
+        group = mesh.get_group("dp")
+
+        def step(x, w):
+            first = x.exp()
+            last = first.sin()
+            return all_reduce(first @ w, group) + last @ w
+
+        trace = fcoll.trace(step, torch.ones(4, 4), torch.ones(4, 4), mode="forward")
+        names = [node.name for node in trace.graph_module.graph.nodes]
+        sine = next(name for name in names if "sin" in name)
+        product = next(i for i, name in enumerate(names) if name.startswith("mm"))
+        assert names.index(sine) < product
+        names.remove(sine)
+        names.insert(product, sine)  # behind the product
+        given = "fcoll.scheduling._torch.overlap_scheduler_order"
+        monkeypatch.setattr(given, lambda *args: names)
+        plan = fcoll.schedule(trace, scheduler="torch")
+    assert sorted(s.name for s in plan.steps) == sorted(s.name for s in trace.steps)
