@@ -240,7 +240,7 @@ def _plan(program: Program) -> Advice | None:
     """The step as the scheduler orders it at no more memory; buckets could save more."""
     pair = program.steps, program.collectives
     try:
-        plan = schedule(pair, program.machine, program.us, memory_cap="+0%")
+        plan = schedule(pair, program.machine, program.us, memory_cap=program.line.peak_bytes)
     except FcollError:  # not every graph can be planned; there is other advice
         return None
     after = timeline((plan.timeline.steps, program.collectives), program.machine, program.us)

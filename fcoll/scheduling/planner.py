@@ -27,7 +27,7 @@ from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
 from fcoll.scheduling.plan import Plan, verify_plan
-from fcoll.scheduling.priced import Change, Priced, Wanted
+from fcoll.scheduling.priced import Budget, Change, Priced, Wanted
 from fcoll.scheduling.problem import problem_of
 from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
 from fcoll.scheduling.rewrite import fake_mode_of, values_kept
@@ -36,7 +36,10 @@ from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
 
 _NEVER = float("inf")
-CHANGES_UP_TO = 6000  # units: each proposal is planned anew
+#: Nodes of changed graphs that are made to be planned, by default and where changes are asked for:
+#: they take at most 6 and 30 s. A graph of which not that many can be made stays as it is.
+BY_DEFAULT, ASKED_FOR = 16_000, 80_000
+GRAPHS = 4
 
 
 def schedule(
@@ -81,12 +84,13 @@ def schedule(
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     allowed = entry.buckets and not isinstance(costs, Mapping)
+    budget = Budget(ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT)
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector(), values_kept():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
-        return _schedule(trace, reading, memory_cap, entry, Wanted(buckets, splits, reuse))
+        return _schedule(trace, reading, memory_cap, entry, Wanted(buckets, splits, reuse), budget)
 
 
 @contextmanager
@@ -142,6 +146,7 @@ def _schedule(
     memory_cap: int | str | None,
     entry: Entry,
     wanted: Wanted,
+    budget: Budget,
 ) -> Plan:
     by_name = reading.costs if isinstance(reading.costs, Mapping) else None
     given = program = reading.program(trace)
@@ -157,12 +162,14 @@ def _schedule(
         change = Change(given.graph_module, (), (), tuple(small), None)  # type: ignore[arg-type]
         plan = _of_change(plan, change, original.original, given.graph_module)
     verify_plan(plan)
-    if program.graph_module is None or job.problem.n > CHANGES_UP_TO or not any(wanted):
+    if program.graph_module is None or not any(wanted):
+        return plan
+    if GRAPHS * len(program.graph_module.graph.nodes) > budget.nodes:
         return plan
     base = Priced(Change(program.graph_module, (), (), (), by_name), job, program.collectives)
     again = _Again(plan, program, reading)
     us_of = reading.runtime.us_of
-    for change in changes(base, reading.machine, again.read, wanted, us_of):
+    for change in changes(base, reading.machine, again.read, wanted, budget, us_of):
         again.plan(change, entry)
     return again.best
 

@@ -18,14 +18,12 @@ from torch.fx import Node
 from fcoll.costs.machine import Machine
 from fcoll.scheduling.bounds import Outcome, memory_profile
 from fcoll.scheduling.overlap import Overlap
-from fcoll.scheduling.priced import Priced, Reader, split_costs
+from fcoll.scheduling.priced import Budget, Priced, Reader, split_costs
 from fcoll.scheduling.problem import START, Problem
 from fcoll.scheduling.splits import Infeasible, Split, chained, grown, split_graph
 
 #: (chunks, how much compute around a collective is split, in times of its own).
 OPTIONS = ((2, 1.0), (4, 1.0), (2, 0.0))
-#: Nodes of changed graphs that may be made on the way: a try takes about 0.25 ms a node.
-NODES = 18_000
 PAIRS = 4  # the best ones, that are put together
 #: Parts of the peak: a split holds more while it runs, so where the program holds that much already
 #: it may not fit under a cap. There are proposals that leave such places out.
@@ -48,7 +46,7 @@ class Search:
     base: Priced
     machine: Machine
     read: Reader
-    nodes: int = NODES
+    budget: Budget
     tried: dict[Choice, Priced] = field(default_factory=dict)
 
     def run(self) -> list[Choice]:
@@ -102,10 +100,9 @@ class Search:
 
     def time(self, choice: Choice) -> float:
         """What a quick schedule takes; for ever if the splits cannot be made or time is up."""
-        if choice not in self.tried and self.nodes > 0:
+        if choice not in self.tried and self.budget.take(self.base.change.graph_module):
             made = self.made(choice)
             if made is not None:
-                self.nodes -= len(made.change.graph_module.graph.nodes)
                 self.tried[choice] = made
         return self.tried[choice].quick_us if choice in self.tried else float("inf")
 
@@ -120,7 +117,7 @@ class Search:
         most = max(at.values())
         for part in ROOM:
             some = frozenset(name for name in choice.starts if at[name] < part * most)
-            if some and some != choice.starts:
+            if some and some != choice.starts and self.budget.take(self.base.change.graph_module):
                 made = self.made(replace(choice, starts=some))
                 if made is not None:
                     yield made

@@ -89,3 +89,8 @@ def test_no_plan_is_worse_than_eager(trace):
     plan = fcoll.schedule(trace, memory_cap=eager.peak_bytes)
     assert plan.makespan_us < eager.step_us
     assert fcoll.schedule(trace, memory_cap=None).makespan_us <= plan.makespan_us
+
+
+def test_advice_on_its_gathers(trace):
+    found = {(told.kind, told.op) for told in fcoll.advice(trace)}
+    assert ("prefetch", "all_gather_into_tensor_out") in found and ("plan", "") in found
