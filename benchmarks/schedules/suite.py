@@ -9,9 +9,10 @@ and ``x torch`` with torch's, each at no more peak memory than that competitor h
 the first with all times off by up to 30 %: orders are made with the model's prices and run with
 others, the median of 9 seeds.
 
-Ours may change the graph: ``--fixed`` forbids it. Then chunks and buckets have prices that follow
-from the given ones: a chunk takes its share plus a launch or a latency, a bucket saves latencies,
-copies cost their bytes. The rivals' orders are of the graph as it is.
+Ours may change the graph: ``--fixed`` forbids it. Chunks and buckets have prices that follow from
+the given ones: a chunk takes its share plus a launch or a latency, a bucket saves latencies, copies
+cost their bytes. What is gathered twice may be kept instead. The rivals' orders are of the graph as
+it is.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Row:
     best_name: str
     torch: float  # ours / torch's; nan where torch's scheduler fails
     noise: float
-    changed: str  # collectives in chunks / in buckets
+    changed: str  # collectives in chunks / in buckets / left out
     plan_s: float  # with the graph as it is
     change_s: float  # with what comes of changing it
     torch_s: float
@@ -85,7 +86,7 @@ class Row:
 
 HEAD = (
     *("graph, layers", "ratio", "nodes", "x bound", "x best", "x torch", "x noise"),
-    *("best rival", "chunks/buckets", "plan s", "changed s", "torch s"),
+    *("best rival", "chunks/buckets/left out", "plan s", "changed s", "torch s"),
 )
 
 
@@ -137,10 +138,11 @@ def measure(
 
 
 def changes(plan: Plan) -> str:
-    """How many collectives are in chunks, and how many in buckets."""
+    """How many collectives are in chunks, in buckets, and left out."""
     split = sum(len(s.collectives) for s in plan.splits)
     merged = sum(len(b.members) for b in plan.buckets)
-    return f"{split}/{merged}" if split or merged else "-"
+    found = (split, merged, len(plan.reuses))
+    return "/".join(map(str, found)) if any(found) else "-"
 
 
 def with_noise(ours: Plan, other: Plan) -> float:
