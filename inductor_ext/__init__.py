@@ -54,12 +54,14 @@ def backend(
     options: dict[str, Any] | None = None,
 ) -> Callable:
     """The ``torch.compile`` backend named "fcoll"; mode and options are Inductor's."""
-    from inductor_ext._torch import compile_with_inductor, mode_options
+    from inductor_ext._torch import compile_with_inductor, inductor_config, mode_options
+    from inductor_ext.comparison import with_own_errors
     from inductor_ext.hooks import connect, patches
 
-    chosen = mode_options(mode) if mode else {}
+    chosen = {**(mode_options(mode) if mode else {}), **(options or {})}
     connect(graph)
-    return compile_with_inductor(graph, inputs, patches({**chosen, **(options or {})}))
+    made = compile_with_inductor(graph, inputs, patches(chosen))
+    return with_own_errors(made) if chosen.get("cpp_wrapper", inductor_config.cpp_wrapper) else made
 
 
 def install() -> None:

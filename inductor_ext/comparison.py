@@ -11,12 +11,14 @@ import base64
 import functools
 import hashlib
 import json
+import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fcoll.errors import PlanMismatch
 from fcoll.graph.agreement import calls_by_group, compare
 from fcoll.graph.issued import collectives_of
 from fcoll.graph.nodes import has_named_group
@@ -70,10 +72,33 @@ _lib.define("compare(str card) -> Tensor")
 _first = functools.cache(first_run)
 
 
+_raised: dict[int, PlanMismatch] = {}  # by thread
+
+
 def _op(card: str) -> torch.Tensor:
     for run in _first(card):
-        run()
+        try:
+            run()
+        except PlanMismatch as error:
+            _raised[threading.get_ident()] = error
+            raise
     return torch.empty(0)
+
+
+def with_own_errors(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a graph in C++, which makes a RuntimeError of all that an op raises: the error itself."""
+
+    @functools.wraps(run)
+    def call(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except RuntimeError as error:
+            mine = _raised.pop(threading.get_ident(), None)
+            if mine is None:
+                raise
+            raise mine from error
+
+    return call
 
 
 _lib.impl("compare", _op, "CompositeExplicitAutograd")
