@@ -71,6 +71,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def nobody_watches() -> bool:
+    """Is no mode active that wants to see every operation?"""
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
 @contextmanager
 def replaced_in_dist(names: dict[str, Any]) -> Iterator[None]:
     """Inside, torch.distributed has these instead of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from fcoll.errors import BadBuckets
 from fcoll.scheduling.buckets import Bucket
 from fcoll.table.reduce import ALL_REDUCE
+from fcoll.training import _torch
+from fcoll.training.collectives import Collectives
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first message leaves early
 BUCKET_BYTES = 25 << 20
@@ -98,3 +101,26 @@ def planned(
         )
         for i, members in enumerate(indices)
     )
+
+
+def in_ready_order(
+    params: Sequence[Tensor], order: Sequence[int], caps: Sequence[int], sparse: Sequence[bool]
+) -> list[list[int]]:
+    """Buckets of parameters in the order in which their gradients became ready."""
+    last_is_small = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+    order = order[::-1] if last_is_small else order
+    indices, _ = compute_bucket_assignment_by_size([params[i] for i in order], caps, sparse, order)
+    return indices[::-1] if last_is_small else indices
+
+
+def agreed(indices: list[list[int]], group: Collectives, device: torch.device) -> list[list[int]]:
+    """Rank 0's buckets."""
+    flat = [i for members in indices for i in members]
+    of = [b for b, members in enumerate(indices) for _ in members]
+    rank0s = group.broadcast_(torch.tensor([flat, of], dtype=torch.int32).to(device))
+    if _torch.is_fake(rank0s):
+        return indices
+    made: list[list[int]] = [[] for _ in range(1 + int(rank0s[1].max()))]
+    for index, b in zip(*rank0s.tolist(), strict=True):
+        made[b].append(index)
+    return made

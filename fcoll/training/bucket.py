@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fcoll.errors import BadBuckets, BadGradient
 from fcoll.training import _torch
+from fcoll.training.arrivals import given_back
 
 LARGE = 1 << 14  # elements; from here on one call that copies and scales beats two passes
 
@@ -99,7 +100,6 @@ class DenseBucket:
         self.offsets = [0, *itertools.accumulate(lengths)][:-1]
         self.views = self.views_of(self.buffer)
         self.place = {i: k for k, i in enumerate(self.indices)}
-        self.pending = len(self.indices)
         self.work: Any = None
 
     @property
@@ -114,14 +114,16 @@ class DenseBucket:
             for size, stride, at in zip(self.sizes, self.strides, self.offsets, strict=True)
         ]
 
-    def fill(self, scale: float, share: bool, dtype: torch.dtype | None = None) -> None:
-        """Copy all gradients in, times ``scale``; those that are not there are zero.
+    def fill(
+        self, scale: float, share: bool, dtype: torch.dtype | None, indices: Sequence[int]
+    ) -> None:
+        """Copy these parameters' gradients in, times ``scale``; those that are not there are zero.
 
         With ``share`` the gradients become views of the bucket, and those that are need no copy.
         """
         to, grads, here = [], [], []
-        for p, view in zip(self.params, self.views, strict=True):
-            grad = p.grad
+        for place in map(self.place.__getitem__, indices):
+            view, grad = self.views[place], self.params[place].grad
             if grad is None:
                 view.zero_()
                 continue
@@ -166,10 +168,13 @@ class DenseBucket:
         """Give each parameter its part of the result; where ``keep``, its gradient stays."""
         own = _torch.same_memory(result, self.buffer)
         views = self.views if own else self.views_of(result)
+        if (own or not share) and not any(keep) and given_back(self.params, views, share):
+            return
         if share and not own:
             _torch.copy_into(self.views, views)
         to, parts = [], []
-        for p, view, inside, kept in zip(self.params, views, self.views, keep, strict=True):
+        kept_all = keep or [False] * len(self.params)
+        for p, view, inside, kept in zip(self.params, views, self.views, kept_all, strict=True):
             if kept:
                 continue
             grad = p.grad
@@ -206,15 +211,17 @@ class SparseBucket:
         self.params = [params[index]]
         self.sizes = [params[index].shape]
         self.place = {index: 0}
-        self.pending = 1
         self.work: Any = None
         self.buffer = torch.empty(0, dtype=params[index].dtype, device=params[index].device)
+        self.views = [None]
 
     @property
     def bytes(self) -> int:
         return self.params[0].numel() * self.params[0].element_size()
 
-    def fill(self, scale: float, share: bool, dtype: torch.dtype | None = None) -> None:
+    def fill(
+        self, scale: float, share: bool, dtype: torch.dtype | None, indices: Sequence[int]
+    ) -> None:
         """The gradient itself is what is sent."""
         grad = self.params[0].grad
         if grad is None:

@@ -144,7 +144,7 @@ class Logger:
             strs["rebuilt_bucket_sizes"] = self._bucket_sizes()
             of = (" ".join(map(str, members)) for members in reducer.indices)
             strs["rebuilt_per_bucket_param_indices"] = ", ".join(of)
-        order = ", ".join(map(str, stats.ready_order))
+        order = ", ".join(map(str, reducer.arrivals.seen()["order"]))
         strs["prev_iteration_grad_ready_order_indices"] = order
         ints["num_buckets_reduced"] = len(reducer.indices)
         self._set_times()

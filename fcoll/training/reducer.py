@@ -8,17 +8,15 @@ has torch's DistributedDataParallel run on it. An iteration is
 
     prepare_for_forward -> forward pass -> prepare_for_backward(outputs) -> backward pass
 
-in which each gradient calls ``_autograd_hook``. A bucket with all its gradients is sent as soon as
-those before it were: on all ranks in the same order. When the backward pass ends the results go
-back into the gradients.
+in which arriving gradients are counted (``arrivals.py``). A bucket with all its gradients is sent
+as soon as those before it were: on all ranks in the same order. When the backward pass ends the
+results go back into the gradients.
 """
 
 from __future__ import annotations
 
-import os
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,15 +35,18 @@ from fcoll.scheduling.buckets import Bucket as PlannedBucket
 from fcoll.source import user_line
 from fcoll.training import _torch, explain, hooks
 from fcoll.training import bucket as buckets
+from fcoll.training.arrivals import arrivals_of
 from fcoll.training.assignment import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
-    compute_bucket_assignment_by_size,
+    agreed,
+    in_ready_order,
     planned,
 )
 from fcoll.training.bucket import Bucket, GradBucket
 from fcoll.training.collectives import Collectives
 from fcoll.training.doors import open_doors
+from fcoll.training.settings import Settings
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, warn_all_used
 
@@ -53,7 +54,7 @@ from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, wa
 _eager = torch.compiler.disable
 
 
-class Reducer:
+class Reducer(Settings):
     """Reduces the gradients of ``params`` over a process group, in buckets.
 
     ``bucket_indices`` say which parameters are in which bucket; after the first iteration buckets
@@ -91,6 +92,7 @@ class Reducer:
         if not params:
             raise BadBuckets(why="Expected at least one parameter", hint="Pass the parameters.")
         open_doors()
+        super().__init__()
         self.params = list(params)
         self._dtypes = [p.dtype for p in self.params]
         self.group = Collectives(process_group)
@@ -103,59 +105,41 @@ class Reducer:
         self.names = [given.get(i, f"parameter {i}") for i in range(len(self.params))]
         self.static_graph = False
         self.skips_unused = skip_all_reduce_unused_params
-        self.stats = Statistics(len(self.params))
-        self.graph_is_static = True  # so far
-        self._logger: Callable[[], Any] = lambda: None
-        self._hook: hooks.Hook | None = None
-        self._mixed_dtype: torch.dtype | None = None
-        self._optimizes = False
-        self._futures: Sequence[Any] = ()
-        self._forward_work: tuple[Any, bool] | None = None
+        self.stats = Statistics()
         self._unused: list[int] = []
         self._triggered = [0] * len(self.params)  # hooks in the first iteration of a static graph
-        self._backwards = 0
+        self._reduced = 0  # backward passes
         self.used: UsedMap | None = None
         if find_unused_parameters:
             self.used = UsedMap(len(self.params), self.params[0].device)
+        self._accumulators = [gradient_accumulator(p) for p in self.params]
+        self._listen(use_python_reducer)
         self._reset()
         self.rebuilt = False
         self.initialize_buckets(bucket_indices)
-        self._accumulators: list[Any] = []
-        self._handles: list[Any] = []
-        if not use_python_reducer:
-            self._listen()
-        weakref.finalize(self, _remove, self._handles)
+
+    def _listen(self, to_nothing: bool) -> None:
+        """Be told of gradients. Their hooks know the reducer weakly: it goes when its owner does,
+        and its hooks with it, so that another can take its place."""
+        me = weakref.ref(self)
+
+        def tell(event: int, index: int) -> None:
+            reducer = me()
+            if reducer is not None:
+                (reducer._begin_pass, reducer._send_full, reducer._refuse)[event](index)
+
+        self.arrivals = arrivals_of(self.params, tell)
+        if not to_nothing:
+            self.arrivals.listen()
+        weakref.finalize(self, self.arrivals.remove)
 
     def _reset(self) -> None:
         self._expects = False  # between prepare_for_backward and the end of the reduction
         self._unfinished = False  # a gradient was ready, the reduction has not ended
-        self._first_hook = False  # of this backward pass
+        self._reduced += self.arrivals.disarm()
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
-        self._ready: dict[int, int] = {}  # parameter -> the backward pass that made it ready
         self._passes: list[str] = []  # the lines of the backward passes of this iteration
-        self._task = -1
-        self._marked_unused = False
-        self._next = 0  # bucket to be sent
-        self._started_ns = 0
-
-    def _listen(self) -> None:
-        """Be called for each gradient. Hooks know the reducer weakly: it goes when its owner does,
-        and its hooks with it, so that another can take its place."""
-        me = weakref.ref(self)
-
-        def hook_of(index: int) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                reducer = me()
-                if reducer is not None:
-                    reducer._autograd_hook(index)
-
-            return hook
-
-        for index, param in enumerate(self.params):
-            node = gradient_accumulator(param)
-            self._accumulators.append(node)
-            self._handles.append(node.register_hook(hook_of(index)))
 
     # -- buckets ----------------------------------------------------------------------------------
 
@@ -170,7 +154,11 @@ class Reducer:
             )
         self.indices = [list(members) for members in bucket_indices]
         self._buckets = [buckets.made(b, self.params, self.sparse) for b in self.indices]
-        self._bucket_of = {i: b for b, members in enumerate(self.indices) for i in members}
+        bucket_of, views = [0] * len(self.params), [None] * len(self.params)
+        for b, bucket in enumerate(self._buckets):
+            for i, view in zip(bucket.indices, bucket.views, strict=True):
+                bucket_of[i], views[i] = b, view
+        self.arrivals.into(bucket_of, views, self.shares)
         if self.shares:
             for bucket in self._buckets:
                 bucket.adopt()
@@ -206,27 +194,11 @@ class Reducer:
                     hint="Run one backward pass for each forward pass.",
                 )
             )
-        last_is_small = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
-        order = self._order[::-1] if last_is_small else self._order
-        tensors = [self.params[i] for i in order]
-        indices, _ = compute_bucket_assignment_by_size(tensors, self.caps, self.sparse, order)
+        indices = in_ready_order(self.params, self._order, self.caps, self.sparse)
         self.rebuilt = True
         self._order = []
-        self.initialize_buckets(self._agreed(indices[::-1] if last_is_small else indices))
+        self.initialize_buckets(agreed(indices, self.group, self.params[0].device))
         return True
-
-    def _agreed(self, indices: list[list[int]]) -> list[list[int]]:
-        """Rank 0's buckets."""
-        flat = [i for members in indices for i in members]
-        of = [b for b, members in enumerate(indices) for _ in members]
-        mine = torch.tensor([flat, of], dtype=torch.int32).to(self.params[0].device)
-        agreed = self.group.broadcast_(mine)
-        if _torch.is_fake(agreed):
-            return indices
-        made: list[list[int]] = [[] for _ in range(1 + int(agreed[1].max()))]
-        for index, b in zip(*agreed.tolist(), strict=True):
-            made[b].append(index)
-        return made
 
     def get_grad_buckets(self, return_zero_tensors: bool = True) -> list[GradBucket]:
         """What a comm hook would get of each bucket, in the order in which they are reduced."""
@@ -254,19 +226,14 @@ class Reducer:
         Without this call they are only accumulated. Outputs are needed to find parameters that the
         backward pass will not reach.
         """
-        self._started_ns = time.perf_counter_ns()
         self.stats.backward()
-        self.stats.ready_order = []
         self._expects = True
-        self._next = 0
         for bucket in self._buckets:
-            bucket.pending = len(bucket.indices)
             bucket.work = None
-        self._left = list(self._triggered)
-        self._marked_unused = False
-        self._ready.clear()
         self._passes.clear()
-        self._task = -1
+        left = list(self._triggered) if self.static_graph else [1] * len(self.params)
+        members = [len(bucket.indices) for bucket in self._buckets]
+        self.arrivals.arm(members, left, not self._first_of_static)
         if self._mixed_dtype is None:
             self._check_dtypes()
         if self._graph_may_change:
@@ -286,7 +253,7 @@ class Reducer:
 
     @property
     def _first_of_static(self) -> bool:
-        return self.static_graph and self._backwards == 1
+        return self.static_graph and not self._reduced
 
     def _find_unused(self, outputs: Sequence[Tensor]) -> None:
         before, self._unused = self._unused, not_reached(outputs, self._accumulators)
@@ -295,72 +262,49 @@ class Reducer:
         if not self._unused and self.used is not None:
             warn_all_used()
 
-    def _autograd_hook(self, index: int) -> None:
-        """The gradient of a parameter has been accumulated."""
-        if not self._first_hook:
-            self._first_hook = True
-            self._backwards += 1
-        first_of_static = self.static_graph and self._backwards == 1
-        if self.used is not None and (first_of_static or self._graph_may_change):
-            # without a gradient the hook is called where an output is not in the loss
-            self.used.local[index] |= self.params[index].grad is not None
-        if not self._expects:
-            return
-        self.stats.ready_order.append(index)
-        if first_of_static:
-            self._triggered[index] += 1
-            return
-        if not self._marked_unused:
-            self._marked_unused = True
-            for unused in self._unused:
-                self._mark_ready(unused)
-        if self.static_graph:
-            if not self._left[index]:
-                text = explain.graph_changed(index, self.names[index], self._triggered[index])
-                self._fail(GraphChanged(message=text))
-            self._left[index] -= 1
-            if self._left[index]:
-                return
-        if not self.rebuilt and self.should_rebuild_buckets():
-            self._order.append(index)
-        self._mark_ready(index)
-
-    def _mark_ready(self, index: int) -> None:
-        task = _torch.backward_pass()
-        if task != self._task:
-            self._task = task
-            self._passes.append(user_line() or "?")
-        if index in self._ready:
-            self._fail_ready_twice(index)
-        self._ready[index] = len(self._passes) - 1
-        self.stats.ready_ns[index] = time.perf_counter_ns() - self._started_ns
+    def _begin_pass(self, index: int) -> None:
+        """A backward pass has its first gradient. In the first pass of an iteration, parameters
+        that it will not reach count as ready."""
+        self._passes.append(user_line() or "?")
         self._unfinished = True
-        bucket = self._buckets[self._bucket_of[index]]
-        bucket.pending -= 1
-        if not bucket.pending:
-            self._send_ready()
+        if len(self._passes) > 1:
+            return
+        self.arrivals.scale = self._scale()
+        self.arrivals.copies = _torch.nobody_watches()
+        for unused in self._unused:
+            self.arrivals.mark(unused)
 
-    def _send_ready(self) -> None:
-        """Send buckets that are full, in their order."""
-        before = self._next
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            if not self._next:
-                self.stats.sends()
-            self._send(self._next)
-            self._next += 1
-        if before < self._next == len(self._buckets):
+    def _scale(self) -> float:
+        return 1.0 if self._hook else 1.0 / self._divide_factor()
+
+    def _send_full(self, index: int) -> None:
+        """A bucket is full, and those before it were sent."""
+        if not index:
+            self.stats.sends()
+        self._send(index)
+        if index == len(self._buckets) - 1:
             if self._graph_may_change and self.used is not None:
-                self.used.start(self.group)
+                self.used.start(self.group, self.arrivals.seen()["used"])
             _torch.at_end_of_backward(self._end_backward)
+
+    def _refuse(self, index: int) -> None:
+        """A parameter got a gradient too many."""
+        if self.static_graph:
+            text = explain.graph_changed(index, self.names[index], self._triggered[index])
+            self._fail(GraphChanged(message=text))
+        first = self._passes[self.arrivals.seen()["ready_in"][index]]
+        marked = index in self._unused
+        text = explain.ready_twice(index, self.names[index], first, self._passes[-1], marked)
+        self._fail(ReadyTwice(message=text))
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
         if self.skips_unused and {*bucket.indices} <= {*self._unused}:
             return
-        scale = 1.0 if self._hook else 1.0 / self._divide_factor()
         try:
             with torch.no_grad():
-                bucket.fill(scale, self.shares, self._mixed_dtype)
+                if left := self.arrivals.not_copied(index):
+                    bucket.fill(self._scale(), self.shares, self._mixed_dtype, left)
                 if self.stats.iteration <= 1:
                     bucket.check_strides()
                 if self._hook is None:
@@ -392,19 +336,22 @@ class Reducer:
 
     def _end_backward(self) -> None:
         self.stats.computed()
-        if self.static_graph and not self._first_of_static and self.should_rebuild_buckets():
-            self._order += self._unused
+        if self.should_rebuild_buckets():
+            order = self.arrivals.seen()["order"]
+            self._order = list(dict.fromkeys(reversed(order)))[::-1]  # by their last gradients
+            self._order += self._unused if self.static_graph else []
         self._finalize()
 
     def _finalize(self) -> None:
         """Wait for all buckets and put the results into the gradients."""
-        self._expects = self._unfinished = self._first_hook = False
+        self._expects = self._unfinished = False
+        self._reduced += self.arrivals.disarm()
         agrees = self.used is not None and (self.static_graph or self.finds_unused)
         for index, bucket in enumerate(self._buckets):
             work, bucket.work = bucket.work, None
             if work is None:
                 continue
-            keep = [agrees and self.used.unused(i) for i in bucket.indices]  # type: ignore[union-attr]
+            keep = [self.used.unused(i) for i in bucket.indices] if agrees else []  # type: ignore[union-attr]
             try:
                 with torch.no_grad():
                     result = work.wait() if self._hook is None else hooks.result_of(work)
@@ -417,8 +364,13 @@ class Reducer:
         self._futures = ()
         self._divisor = None
         if self.used is not None:
-            self.used.reset() if self._graph_may_change else self.used.finish()
+            self._forget_used() if self._graph_may_change else self.used.finish()
         self.stats.received()
+
+    def _forget_used(self) -> None:
+        if self.used is not None:
+            self.used.reset()
+            self.arrivals.forget_used()
 
     @_eager
     def delay_all_reduce(self) -> None:
@@ -426,7 +378,10 @@ class Reducer:
         self.stats.computed()
         self.stats.sends()
         assert self.used is not None
-        self.used.start(self.group)
+        seen = self.arrivals.seen()
+        self.used.start(self.group, seen["used"])
+        for index in seen["order"]:
+            self._triggered[index] += 1
         self._unused = [i for i, n in enumerate(self._triggered) if not n]
         self._unfinished = True
         for index in range(len(self._buckets)):
@@ -440,7 +395,7 @@ class Reducer:
         """Raise if the reduction of the last iteration has not ended."""
         if not self._unfinished:
             return
-        missing = [i for i in range(len(self.params)) if i not in self._ready]
+        missing = [i for i, n in enumerate(self.arrivals.seen()["ready_in"]) if n < 0]
         facts = explain.Facts(
             self.group.rank,
             missing,
@@ -453,54 +408,7 @@ class Reducer:
         error.parameters = tuple(self.names[i] for i in missing)
         self._fail(error)
 
-    def _fail_ready_twice(self, index: int) -> None:
-        first = self._passes[self._ready[index]]
-        marked = index in self._unused and self._marked_unused
-        text = explain.ready_twice(index, self.names[index], first, self._passes[-1], marked)
-        self._fail(ReadyTwice(message=text))
-
-    def _fail(self, error: Exception, bucket: int | None = None) -> None:
-        """Raise, after telling the logger; of a bucket that failed, with its parameters."""
-        if bucket is not None and error.args:
-            names = [self.names[i] for i in self.indices[bucket]]
-            text = explain.of_bucket(bucket, len(self._buckets), names)
-            error.args = (f"{error.args[0]}\n{text}.", *error.args[1:])
-        logger = self._logger()
-        if logger is not None:
-            logger.set_error_and_log(str(error))
-        raise error
-
-    # -- settings ---------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook(state, bucket)`` reduce the buckets: torch's interface."""
-        self._set_hook(hooks.python_hook(state, hook))
-
-    def register_functional_hook(self, hook: Callable[[Tensor], Tensor]) -> None:
-        """Have ``hook(flat gradients)`` reduce the buckets: a function from tensor to tensor."""
-        self._set_hook(hooks.functional_hook(hook))
-
-    def register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Have one of torch's two built-in hooks reduce the buckets."""
-        self._set_hook(hooks.BUILTIN[comm_hook_type](lambda: self.group))
-
-    def _set_hook(self, hook: hooks.Hook) -> None:
-        if self._hook is not None:
-            self._fail(
-                hooks.BadCommHook(
-                    why="register_comm_hook or register_builtin_comm_hook can only be called once.",
-                    hint="A reducer has one hook: let it call the other.",
-                )
-            )
-        self._hook = hook
-
-    def run_comm_hook(self, bucket: GradBucket) -> Any:
-        """What the hook makes of a bucket; without one, the sum over the ranks."""
-        return self._hook(bucket) if self._hook else self.run_allreduce_hook(bucket)
-
-    def run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """A future of a list with the bucket's buffer, added up over the ranks in place."""
-        return hooks.done([self.group.sum_(bucket.buffer()).wait()])
+    # -- settings of iterations -------------------------------------------------------------------
 
     def set_static_graph(self) -> None:
         """Say that every iteration uses the same parameters, as often."""
@@ -513,90 +421,23 @@ class Reducer:
         self.static_graph = True
         self.used = UsedMap(len(self.params), self.params[0].device)
 
-    def ddp_graph_static(self) -> bool:
-        """Has the set of unused parameters been the same so far?"""
-        return self.graph_is_static
-
-    def set_logger(self, logger: Any) -> None:
-        self._logger = weakref.ref(logger)
-
-    def set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        """The all-reduce that counts the ranks that still have inputs."""
-        self._forward_work = (work, use_static_world_size)
-
-    def set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Gradients come in this dtype."""
-        self._mixed_dtype = dtype
-
-    def set_optimizer_in_backward(self) -> None:
-        """The comm hook runs the optimizer: gradients need not be copied back."""
-        self._optimizes = True
-
-    def set_sparse_metadata(self, metadata: Mapping[str, Tensor]) -> None:
-        """Indices for backends that reduce sparse tensors of known indices; others do not need
-        them."""
-
-    def set_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Look at one in so many iterations, after the first ten."""
-        self.stats.rate = sample_rate
-
-    def install_futures(self, futures: Sequence[Any]) -> None:
-        """Wait for these too at the end of the backward pass."""
-        self._futures = [*self._futures, *futures]
-
-    def get_backward_stats(self) -> list[int]:
-        """When each gradient was ready: ns from the start of the backward pass."""
-        return list(self.stats.ready_ns)
-
-    def get_local_used_map_on_device(self) -> Tensor:
-        """How many ranks used each parameter, after the backward pass; else zeros."""
-        if self.used is None:
-            return torch.zeros(0, dtype=torch.int32)
-        return self.used.on_device
-
     def push_rebuilt_params_for_all_indices(self) -> None:
         """On a rank that has joined: its order is any, rank 0's counts."""
         if self.should_rebuild_buckets() and not self._order:
             self._order = list(range(len(self.params)))
 
-    def remove_autograd_hooks(self) -> None:
-        """Be called for gradients no more."""
-        _remove(self._handles)
-
-    def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reduce over another group from now on."""
-        self.group = Collectives(new_process_group)
-
     def reset_state(self) -> None:
         """Forget an iteration that failed; buckets are made anew after the next one."""
         self._reset()
         self.rebuilt = False
-        if self.finds_unused and self.used is not None:
-            self.used.reset()
+        if self.finds_unused:
+            self._forget_used()
 
     # torch's names in Python of the methods above
     _rebuild_buckets = rebuild_buckets
-    _run_comm_hook = run_comm_hook
-    _run_allreduce_hook = run_allreduce_hook
     _set_static_graph = set_static_graph
     _delay_all_reduce = delay_all_reduce
-    _ddp_graph_static = ddp_graph_static
-    _set_forward_pass_work_handle = set_forward_pass_work_handle
-    _set_mixed_precision_param_dtype = set_mixed_precision_param_dtype
-    _set_optimizer_in_backward = set_optimizer_in_backward
-    _set_sparse_metadata = set_sparse_metadata
-    _set_ddp_runtime_logging_sample_rate = set_runtime_logging_sample_rate
-    _install_post_backward_futures = install_futures
     _get_zeros_like_grad_buckets = get_grad_buckets
-    _get_local_used_map = get_local_used_map_on_device
     _push_all_rebuilt_params = push_rebuilt_params_for_all_indices
-    _remove_autograd_hooks = remove_autograd_hooks
     _check_reducer_finalized = check_finalized
-    _update_process_group = update_process_group
     _reset_state = reset_state
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

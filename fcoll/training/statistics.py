@@ -24,15 +24,9 @@ class Times:
 class Statistics:
     """What a reducer has seen so far."""
 
-    parameters: int
     rate: int = SAMPLE_RATE
     iteration: int = 0
     times: Times = field(default_factory=Times)
-    ready_ns: list[int] = field(default_factory=list)  # a parameter's gradient, from the backward's
-    ready_order: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.ready_ns = [0] * self.parameters
 
     @property
     def sampled(self) -> bool:

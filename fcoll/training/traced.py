@@ -69,7 +69,7 @@ def _on_a_new_reducer(module: Any, notes: list[str]) -> Iterator[None]:
     """Inside, the module has a reducer for the tensors that it has now, as if after many steps."""
     before = dict(module.__dict__)
     old = before["reducer"]
-    counted = old.__dict__.copy() if isinstance(old, Reducer) else {}
+    untouched = isinstance(old, Reducer) and not old.arrivals.seen()["begun"]
     static = bool(module.static_graph)
     module.__dict__.update(
         reducer=_like(module, static),
@@ -81,14 +81,14 @@ def _on_a_new_reducer(module: Any, notes: list[str]) -> Iterator[None]:
     module.__dict__["logger"] = Logger(reducer)
     try:
         yield
-        if reducer.stats.ready_order:
+        if reducer.arrivals.seen()["order"]:
             notes.extend(_notes(module, reducer))
     finally:
         for name in [name for name in module.__dict__ if name not in before]:
             del module.__dict__[name]
         module.__dict__.update(before)
-        if counted:  # its hooks were called too
-            old.__dict__.update({name: counted[name] for name in ("_first_hook", "_backwards")})
+        if untouched:  # its hooks were called too
+            old.arrivals.disarm()
 
 
 def _like(module: Any, static: bool) -> Reducer:

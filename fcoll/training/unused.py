@@ -61,8 +61,9 @@ class UsedMap:
         self._started: Started | None = None
         self._known = False
 
-    def start(self, group: Collectives) -> None:
-        """Add it up over the ranks."""
+    def start(self, group: Collectives, used: list[int]) -> None:
+        """Add up over the ranks what was used here."""
+        self.local = used
         self.on_device.copy_(torch.tensor(self.local, dtype=torch.int32))
         self._started = group.sum_by_group_(self.on_device)
 

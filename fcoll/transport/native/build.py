@@ -33,7 +33,7 @@ from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, say
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
-_EXTENSION = Path(__file__).parent / "python.cpp"
+_EXTENSION = [Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp")]
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0
 RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
@@ -141,15 +141,15 @@ def _make(out: Path, make: Callable[[Compiler], None]) -> None:
 
 def _library(compiler: Compiler, library: Path) -> None:
     say("compiling its C++ part (once, about a minute) ...")
-    sources = [s for s in _SOURCES if s.suffix == ".cpp" and s != _EXTENSION]
+    sources = [s for s in _SOURCES if s.suffix == ".cpp" and s not in _EXTENSION]
     compiler.link(library, [*compiler.objects(sources), f"-Wl,-soname,{library.name}"])
     library.with_suffix(".txt").write_text(f"compiled by {compiler.version()}\n")
 
 
 def _extension(compiler: Compiler, library: Path, extension: Path) -> None:
     say("compiling its fast path for this Python ...")
-    (made,) = compiler.objects([_EXTENSION])
-    compiler.link(extension, [made, str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"])
+    made = compiler.objects(_EXTENSION)
+    compiler.link(extension, [*made, str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"])
 
 
 # -- load ---

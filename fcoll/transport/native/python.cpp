@@ -21,6 +21,7 @@
 #include <variant>
 
 #include "compiled.h"
+#include "gradients.h"
 #include "served.h"
 #include "tensors.h"
 #include "wait.h"
@@ -410,5 +411,7 @@ PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "fcoll_fast", nullptr, -1, FUNCTION
 
 PyMODINIT_FUNC PyInit_fcoll_fast() {
   fcoll::check_signals = &look_for_signals;
-  return PyModule_Create(&MODULE);
+  PyObject* made = PyModule_Create(&MODULE);
+  if (made) fcoll::gradients::add_to(py::reinterpret_borrow<py::module_>(made));
+  return made;
 }

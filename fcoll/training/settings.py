@@ -1,0 +1,150 @@
+"""What is set on a reducer between iterations, and read from it: the small calls of torch's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll.errors import BadCommHook
+from fcoll.training import explain, hooks
+from fcoll.training.bucket import GradBucket
+from fcoll.training.collectives import Collectives
+from fcoll.training.statistics import Statistics
+from fcoll.training.unused import UsedMap
+
+
+class Settings:
+    """A reducer's comm hook, its logger and what else is set on it."""
+
+    group: Collectives
+    names: list[str]
+    indices: list[list[int]]
+    stats: Statistics
+    used: UsedMap | None
+    arrivals: Any
+
+    def __init__(self) -> None:
+        self.graph_is_static = True  # so far
+        self._logger: Callable[[], Any] = lambda: None
+        self._hook: hooks.Hook | None = None
+        self._mixed_dtype: torch.dtype | None = None
+        self._optimizes = False
+        self._futures: Sequence[Any] = ()
+        self._forward_work: tuple[Any, bool] | None = None
+
+    # -- comm hooks -------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook(state, bucket)`` reduce the buckets: torch's interface."""
+        self._set_hook(hooks.python_hook(state, hook))
+
+    def register_functional_hook(self, hook: Callable[[Tensor], Tensor]) -> None:
+        """Have ``hook(flat gradients)`` reduce the buckets: a function from tensor to tensor."""
+        self._set_hook(hooks.functional_hook(hook))
+
+    def register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Have one of torch's two built-in hooks reduce the buckets."""
+        self._set_hook(hooks.BUILTIN[comm_hook_type](lambda: self.group))
+
+    def _set_hook(self, hook: hooks.Hook) -> None:
+        if self._hook is not None:
+            self._fail(
+                BadCommHook(
+                    why="register_comm_hook or register_builtin_comm_hook can only be called once.",
+                    hint="A reducer has one hook: let it call the other.",
+                )
+            )
+        self._hook = hook
+
+    def run_comm_hook(self, bucket: GradBucket) -> Any:
+        """What the hook makes of a bucket; without one, the sum over the ranks."""
+        return self._hook(bucket) if self._hook else self.run_allreduce_hook(bucket)
+
+    def run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """A future of a list with the bucket's buffer, added up over the ranks in place."""
+        return hooks.done([self.group.sum_(bucket.buffer()).wait()])
+
+    # -- set ---------------------------------------------------------------------------------------
+
+    def set_logger(self, logger: Any) -> None:
+        self._logger = weakref.ref(logger)
+
+    def set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """The all-reduce that counts the ranks that still have inputs."""
+        self._forward_work = (work, use_static_world_size)
+
+    def set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Gradients come in this dtype."""
+        self._mixed_dtype = dtype
+
+    def set_optimizer_in_backward(self) -> None:
+        """The comm hook runs the optimizer: gradients need not be copied back."""
+        self._optimizes = True
+
+    def set_sparse_metadata(self, metadata: Mapping[str, Tensor]) -> None:
+        """Indices for backends that reduce sparse tensors of known indices; others do not need
+        them."""
+
+    def set_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Look at one in so many iterations, after the first ten."""
+        self.stats.rate = sample_rate
+
+    def install_futures(self, futures: Sequence[Any]) -> None:
+        """Wait for these too at the end of the backward pass."""
+        self._futures = [*self._futures, *futures]
+
+    def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Reduce over another group from now on."""
+        self.group = Collectives(new_process_group)
+
+    def remove_autograd_hooks(self) -> None:
+        """Be called for gradients no more."""
+        self.arrivals.remove()
+
+    # -- read --------------------------------------------------------------------------------------
+
+    def ddp_graph_static(self) -> bool:
+        """Has the set of unused parameters been the same so far?"""
+        return self.graph_is_static
+
+    def get_backward_stats(self) -> list[int]:
+        """When each gradient was ready: ns from the start of the backward pass."""
+        return list(self.arrivals.seen()["ready_ns"])
+
+    def get_local_used_map_on_device(self) -> Tensor:
+        """How many ranks used each parameter, after the backward pass; else zeros."""
+        if self.used is None:
+            return torch.zeros(0, dtype=torch.int32)
+        return self.used.on_device
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception, bucket: int | None = None) -> None:
+        """Raise, after telling the logger; of a bucket that failed, with its parameters."""
+        if bucket is not None and error.args:
+            names = [self.names[i] for i in self.indices[bucket]]
+            text = explain.of_bucket(bucket, len(self.indices), names)
+            error.args = (f"{error.args[0]}\n{text}.", *error.args[1:])
+        logger = self._logger()
+        if logger is not None:
+            logger.set_error_and_log(str(error))
+        raise error
+
+    # torch's names in Python of the methods above
+    _run_comm_hook = run_comm_hook
+    _run_allreduce_hook = run_allreduce_hook
+    _ddp_graph_static = ddp_graph_static
+    _set_forward_pass_work_handle = set_forward_pass_work_handle
+    _set_mixed_precision_param_dtype = set_mixed_precision_param_dtype
+    _set_optimizer_in_backward = set_optimizer_in_backward
+    _set_sparse_metadata = set_sparse_metadata
+    _set_ddp_runtime_logging_sample_rate = set_runtime_logging_sample_rate
+    _install_post_backward_futures = install_futures
+    _get_local_used_map = get_local_used_map_on_device
+    _remove_autograd_hooks = remove_autograd_hooks
+    _update_process_group = update_process_group

@@ -1,0 +1,267 @@
+// Gradients on their way into buckets: which have arrived, and their copies.
+//
+// fcoll/training/arrivals.py is the same in Python; there the events are explained. A gradient is
+// copied when it arrives: it is in the cache, and the memory it leaves serves the next one.
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "gradients.h"
+
+namespace fcoll::gradients {
+namespace {
+
+using at::Tensor;
+using torch::autograd::variable_list;
+using Numbers = std::vector<int64_t>;
+
+int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+// -- copies ---------------------------------------------------------------------------------------
+
+// A dense tensor in ordinary memory, with nothing to it that its memory does not show.
+bool is_plain(const Tensor& x) {
+  const c10::DispatchKeySet plain({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
+                                   c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU});
+  auto keys = x.key_set();
+  return keys.has(c10::DispatchKey::CPU) && (keys.raw_repr() & ~plain.raw_repr()) == 0 &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) && !x.requires_grad();
+}
+
+// May the elements be copied in the order of their memory? A view of a bucket has no gaps.
+bool same_layout(const Tensor& x, const Tensor& view) {
+  return is_plain(x) && x.scalar_type() == view.scalar_type() && x.sizes() == view.sizes() &&
+         x.strides() == view.strides();
+}
+
+template <class T>
+void scaled(T* to, const T* from, int64_t n, T scale) {
+  if (scale == T(1)) {
+    if (to != from) std::memcpy(to, from, n * sizeof(T));
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) to[i] = from[i] * scale;
+}
+
+void copy(const Tensor& to, const Tensor& from, double scale) {
+  if (to.scalar_type() == at::kFloat)
+    scaled(to.mutable_data_ptr<float>(), from.const_data_ptr<float>(), to.numel(), float(scale));
+  else
+    scaled(to.mutable_data_ptr<double>(), from.const_data_ptr<double>(), to.numel(), scale);
+}
+
+// -- arrivals -------------------------------------------------------------------------------------
+
+enum Event { PASS, FULL, REFUSED };
+
+class Arrivals : public std::enable_shared_from_this<Arrivals> {
+ public:
+  Arrivals(std::vector<Tensor> params, py::function tell)
+      : params_(std::move(params)), tell_(std::move(tell)) {
+    auto n = params_.size();
+    left_.resize(n), ready_ns_.resize(n), used_.resize(n), copied_.resize(n);
+    ready_in_.assign(n, -1);
+  }
+  ~Arrivals() { remove(); }
+
+  void listen();
+  void remove();
+
+  // The buckets: of each parameter its own, and its view of it (None: it is not copied here).
+  void into(Numbers bucket_of, std::vector<std::optional<Tensor>> views, bool share) {
+    bucket_of_ = std::move(bucket_of), views_ = std::move(views), share_ = share;
+  }
+
+  void arm(Numbers pending, Numbers left, bool counts) {
+    pending_ = std::move(pending), left_ = std::move(left), counts_ = counts;
+    armed_ = true;
+    next_ = 0, task_ = -1, passes_ = 0;
+    order_.clear();
+    started_ns_ = now_ns();
+    ready_in_.assign(params_.size(), -1);
+    copied_.assign(params_.size(), 0);
+  }
+
+  bool disarm() {
+    armed_ = false;
+    return std::exchange(begun_, false);
+  }
+
+  void mark(int64_t index) {
+    left_.at(index) = 0;
+    complete(index);
+  }
+
+  void arrive(int64_t index);
+
+  Numbers not_copied(int64_t bucket) const {
+    Numbers found;
+    for (size_t i = 0; i < params_.size(); i++)
+      if (bucket_of_[i] == bucket && !copied_[i]) found.push_back(i);
+    return found;
+  }
+
+  py::dict seen() const;
+
+  double scale = 1.0;
+  bool copies = false;
+
+  void forget_used() { used_.assign(params_.size(), 0); }
+
+ private:
+  void tell(Event event, int64_t index) {
+    py::gil_scoped_acquire gil;
+    try {
+      tell_(int(event), index);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error raised;
+      raised.persist();
+      throw raised;
+    }
+  }
+  void complete(int64_t index);
+  bool copied_in(int64_t index);
+
+  std::vector<Tensor> params_;
+  py::function tell_;
+  std::vector<std::pair<c10::intrusive_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
+  std::recursive_mutex mutex_;  // backward passes in two threads are a mistake, not a crash
+  std::vector<std::optional<Tensor>> views_;
+  bool share_ = false, armed_ = false, counts_ = false, begun_ = false;
+  Numbers bucket_of_, pending_, left_, ready_in_, ready_ns_, used_, copied_, order_;
+  int64_t next_ = 0, started_ns_ = 0, passes_ = 0;
+  int task_ = -1;
+};
+
+void Arrivals::arrive(int64_t index) {
+  std::lock_guard lock(mutex_);
+  begun_ = true;
+  if (params_[index].grad().defined()) used_[index] = 1;
+  if (!armed_) return;
+  order_.push_back(index);
+  if (!counts_) return;
+  if (int task = torch::autograd::get_current_graph_task_id(); task != task_) {
+    task_ = task;
+    passes_++;
+    tell(PASS, index);
+  }
+  if (left_[index] == 0) return tell(REFUSED, index);
+  if (--left_[index] == 0) complete(index);
+}
+
+void Arrivals::complete(int64_t index) {
+  ready_in_[index] = passes_ - 1;
+  ready_ns_[index] = now_ns() - started_ns_;
+  if (copies) copied_[index] = copied_in(index);
+  pending_.at(bucket_of_.at(index))--;
+  while (next_ < int64_t(pending_.size()) && pending_[next_] == 0) tell(FULL, next_++);
+}
+
+bool Arrivals::copied_in(int64_t index) {
+  if (!views_.at(index)) return false;
+  const Tensor& view = *views_[index];
+  Tensor& grad = params_[index].mutable_grad();
+  if (!grad.defined()) {
+    std::memset(view.mutable_data_ptr(), 0, view.nbytes());
+    return true;
+  }
+  if (!same_layout(grad, view)) return false;
+  copy(view, grad, scale);
+  if (share_ && !grad.is_same(view)) grad = view;
+  return true;
+}
+
+struct Hook : torch::autograd::FunctionPostHook {
+  Hook(std::weak_ptr<Arrivals> arrivals, int64_t index) : arrivals(std::move(arrivals)), index(index) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    if (auto found = arrivals.lock()) {
+      found->arrive(index);
+      if (found.use_count() == 1) {  // its owner went meanwhile: it holds objects of Python's
+        py::gil_scoped_acquire gil;
+        found.reset();
+      }
+    }
+    return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(false,
+                "fcoll: compiled autograd cannot run a reducer's hooks. Compile the step itself with "
+                "fcoll.DataParallel, or set torch._dynamo.config.optimize_ddp = \"python_reducer\".");
+  }
+  std::weak_ptr<Arrivals> arrivals;
+  int64_t index;
+};
+
+void Arrivals::listen() {
+  for (size_t i = 0; i < params_.size(); i++) {
+    auto node = torch::autograd::impl::grad_accumulator(params_[i]);
+    auto key = node->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
+    hooks_.emplace_back(std::move(node), key);
+  }
+}
+
+void Arrivals::remove() {
+  for (auto& [node, key] : std::exchange(hooks_, {})) node->del_post_hook(key);
+}
+
+py::dict Arrivals::seen() const {
+  using namespace py::literals;
+  return py::dict("begun"_a = begun_, "order"_a = order_, "ready_in"_a = ready_in_,
+                  "ready_ns"_a = ready_ns_, "used"_a = used_);
+}
+
+// -- back -----------------------------------------------------------------------------------------
+
+// Give each parameter its part of the result: a copy, or, shared, the view that it has already.
+// False, and nothing done, if there is a gradient that is not plain.
+bool give_back(const std::vector<Tensor>& params, const std::vector<Tensor>& views, bool share) {
+  if (params.size() != views.size()) return false;
+  for (size_t i = 0; i < params.size(); i++) {
+    const Tensor& grad = params[i].grad();
+    if (!grad.defined()) return false;
+    if (share ? !grad.is_same(views[i]) : !same_layout(grad, views[i])) return false;
+  }
+  if (share) return true;
+  py::gil_scoped_release released;
+  for (size_t i = 0; i < params.size(); i++) {
+    copy(params[i].grad(), views[i], 1.0);
+    params[i].grad().unsafeGetTensorImpl()->bump_version();
+  }
+  return true;
+}
+
+}  // namespace
+
+void add_to(py::module_ module) {
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(module, "Arrivals")
+      .def(py::init<std::vector<Tensor>, py::function>())
+      .def("listen", &Arrivals::listen)
+      .def("remove", &Arrivals::remove)
+      .def("into", &Arrivals::into)
+      .def("arm", &Arrivals::arm)
+      .def("disarm", &Arrivals::disarm)
+      .def("mark", &Arrivals::mark)
+      .def("not_copied", &Arrivals::not_copied)
+      .def("seen", &Arrivals::seen)
+      .def("forget_used", &Arrivals::forget_used)
+      .def_readwrite("scale", &Arrivals::scale)
+      .def_readwrite("copies", &Arrivals::copies);
+  module.def("give_back", &give_back);
+}
+
+}  // namespace fcoll::gradients
