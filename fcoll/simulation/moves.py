@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcoll.reductions import PREMUL_SUM, REDUCTIONS, fold, scaled
@@ -40,7 +41,10 @@ Move = Callable[[list[Part]], None]
 
 
 def _put(out: Tensor, x: Tensor) -> None:
-    if out is not x:
+    if out.is_sparse:  # .data of one has indices of its own
+        with torch.no_grad():
+            out.copy_(x)
+    elif out is not x:
         out.data.copy_(x if out.shape == x.shape else x.reshape(out.shape))
 
 

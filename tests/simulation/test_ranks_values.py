@@ -166,3 +166,12 @@ def test_torch_distributed_as_on_real_ranks(ranks4):
 
 def flat(found):
     return tree_map_only(torch.Tensor, torch.Tensor.tolist, found)
+
+
+def test_a_sparse_sum():
+    def summed(rank):
+        rows = torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (4,), check_invariants=True)
+        dist.all_reduce(rows)
+        return rows.to_dense().tolist()
+
+    assert fcoll.simulate_ranks(summed, 2) == [[1.0, 1.0, 4.0, 0.0]] * 2

@@ -116,7 +116,18 @@ RUNS = [
 
 @pytest.mark.parametrize("pool, wrap, names", RUNS, ids=lambda x: x if isinstance(x, str) else "")
 def test_as_in_one_process(pool, wrap, names, request):
-    found = request.getfixturevalue(pool).run(run, wrap, names, timeout=150)
+    check(request.getfixturevalue(pool).run(run, wrap, names, timeout=150), names)
+
+
+# join() has torch's module tell the ranks that have joined something, and not wait for it
+@pytest.mark.filterwarnings("ignore:simulated ranks ended, and nobody waited")
+@pytest.mark.parametrize("n, names", [(2, list(PROGRAMS)), (4, FEW)], ids=["2", "4"])
+def test_on_simulated_ranks(n, names):
+    check(fcoll.simulate_ranks(lambda rank: run(rank, "fcoll", names), n), names)
+
+
+def check(found: list[dict[str, Any]], names: list[str]) -> None:
+    """All ranks have the same bits, and what one process computes."""
     wrong = {}
     for name in names:
         program = PROGRAMS[name]

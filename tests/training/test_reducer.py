@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -22,6 +23,7 @@ from fcoll.errors import (
     ReadyTwice,
     ReductionUnfinished,
 )
+from fcoll.training.arrivals import Arrivals
 from fcoll.training.assignment import compute_bucket_assignment_by_size
 from fcoll.training.verify import verify_params_across_processes
 
@@ -107,8 +109,9 @@ def test_an_unused_parameter_is_named(solo):
     assert raised.value.parameters == ("b.weight", "b.bias")
     assert "Expected to have finished reduction in the prior iteration" in text
     assert "`find_unused_parameters=True`" in text and "skipped b, or" in text
-    assert "Parameters which did not receive grad for rank 0: b.weight, b.bias" in text
-    assert "Parameter indices which did not receive grad for rank 0: 2 3" in text
+    me = f"which did not receive grad for rank {dist.get_rank()}"
+    assert f"Parameters {me}: b.weight, b.bias" in text
+    assert f"Parameter indices {me}: 2 3" in text
     reducer.reset_state()  # and it can go on
     iterate(reducer, lambda: model(X))
     assert model.b.weight.grad is not None
@@ -212,6 +215,54 @@ def test_a_gradient_of_another_dtype(solo):
     model.double()
     with pytest.raises(BadGradient, match=r"Expected torch.float32, got torch.float64"):
         iterate(reducer, lambda: model(X.double()))
+
+
+# -- the same where gradients are counted in C++ ---
+
+BOTH = [
+    test_an_unused_parameter_is_named,
+    test_ready_twice_names_both_backward_calls,
+    test_a_static_graph_that_changes_says_how,
+    test_a_hook_is_checked,
+    test_hooks_go_with_the_reducer,
+    test_what_a_hook_sees,
+    test_buckets_are_rebuilt_in_the_order_of_gradients,
+    test_a_gradient_of_another_dtype,
+]
+
+
+def counted_in_cpp(rank: int) -> None:
+    assert not isinstance(reducer_of(Branch()).arrivals, Arrivals)
+    for test in BOTH:
+        test(None)
+
+
+def test_errors_and_hooks_in_cpp(shared2):
+    shared2.run(counted_in_cpp)
+
+
+def test_a_gradient_with_other_strides_or_a_graph_is_copied(shared2):
+    shared2.run(unusual_gradients)
+
+
+def unusual_gradients(rank: int) -> None:
+    warnings.filterwarnings("ignore", r".*backward\(\) with create_graph=True")
+    model = Branch()
+    reducer = reducer_of(model, gradient_as_bucket_view=True)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = None
+        model.a.weight.grad = torch.ones(2, 2).t().contiguous().t() * (rank + 1)
+        reducer.prepare_for_forward()
+        loss = model(X) * (rank + 1)
+        reducer.prepare_for_backward([loss])
+        loss.backward(create_graph=True)
+        found = [p.grad.clone() for p in model.parameters()]
+        alone = torch.autograd.grad(model(X), list(model.parameters()))
+        alone = [1.5 * g.detach() for g in alone]  # the mean of both ranks
+        alone[0] = alone[0] + 1.5
+        for mine, right in zip(found, alone, strict=True):
+            torch.testing.assert_close(mine, right)
 
 
 # -- parameters that differ between ranks ---
