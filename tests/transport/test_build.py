@@ -95,7 +95,8 @@ def test_one_of_many_ranks_compiles(compiler, capfd):
     assert path.with_suffix(".txt").read_text().endswith("fake 1.0\n")
     assert compiler.runs() == SOURCES + 3  # two links, and its version
     said = capfd.readouterr().err
-    assert f"[{SOURCES - 1}/{SOURCES - 1}]" in said
+    of_library = SOURCES - len(build._EXTENSION)
+    assert f"[{of_library}/{of_library}]" in said
     assert all(source.name in said for source in build._SOURCES if source.suffix == ".cpp")
     assert not list(path.parent.glob("building-*"))
 
@@ -158,7 +159,7 @@ def test_an_extension_that_failed_is_tried_again(compiler, capfd):
     failed_before(extension, build.RETRY_EXTENSION_S + 1)
     build.build()
     assert extension.read_text() == "made"
-    assert compiler.runs() == 2, "the library is there already"
+    assert compiler.runs() == len(build._EXTENSION) + 1, "the library is there already"
 
 
 def test_a_library_that_is_there_needs_no_compiler(compiler, monkeypatch):
