@@ -41,6 +41,14 @@ from fcoll.sharded.dispatch import built_in as _sharded_op_impl  # noqa: F401  t
 from fcoll.sharded.dispatch import sharded_op, sharding_spec_op
 from fcoll.sharded.dtensors import from_dtensor, to_dtensor
 from fcoll.sharded.files import load_files
+from fcoll.sharded.modules import (
+    collect_local_shard,
+    pre_load_state_dict_hook,
+    reshard_output,
+    shard_module,
+    shard_parameter,
+    state_dict_hook,
+)
 from fcoll.sharded.pickling import load_with_process_group
 from fcoll.sharded.plan import Plan
 from fcoll.sharded.resharding import reshard
@@ -69,6 +77,7 @@ __all__ = [
     "TensorProperties",
     "arange",
     "chunk",
+    "collect_local_shard",
     "custom_sharded_op_impl",
     "empty",
     "from_dtensor",
@@ -82,13 +91,18 @@ __all__ = [
     "load_files",
     "load_with_process_group",
     "ones",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
     "reshard",
+    "reshard_output",
     "serve_torch",
+    "shard_module",
+    "shard_parameter",
     "shard_tensor",
     "sharded_op",
     "sharding_spec_op",
+    "state_dict_hook",
     "to_dtensor",
     "zeros",
 ]

@@ -87,6 +87,22 @@ def rank_of_worker(name: str) -> int | None:
     return next((worker.id for worker in workers if worker.name == name), None)
 
 
+def rpc_rank() -> int | None:
+    """This process' rank among RPC's workers; None where RPC does not run."""
+    return rpc.get_worker_info().id if rpc._is_current_rpc_agent_set() else None
+
+
+def told_by_rpc(value: Any) -> dict[int, Any]:
+    """What each of RPC's workers says here, by rank."""
+    ranks = {worker.name: worker.id for worker in rpc._get_current_rpc_agent().get_worker_infos()}
+    return {ranks[name]: told for name, told in rpc.api._all_gather(value).items()}
+
+
+def rpc_reference(value: Any) -> Any:
+    """RPC's reference to a value of this rank."""
+    return rpc.RRef(value)
+
+
 def replace_everywhere(ours: dict[tuple[str, str], Any]) -> list[tuple[Any, str, Any]]:
     """Put ours in the place of the names (module, name) of torch, also where other modules of
     torch have imported them. (module, name, what was there) of all that was replaced."""

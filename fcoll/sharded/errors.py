@@ -163,3 +163,36 @@ class NotBothSharded(FcollError, TypeError):
 
 class BadInit(FcollError):
     template = "{func}: param: {name} shouldn't be None!{at} Give a number."
+
+
+class NoSuchParameter(FcollError, AttributeError):
+    template = "{module} has no attribute `{name}`{at}. It has {found}."
+
+
+class BadPlan(FcollError):
+    """A sharding plan that does not fit the module; nothing of it was carried out."""
+
+    template = "{why}{at}. {hint}"
+
+
+class WrongKindInPlan(BadPlan, TypeError):
+    """Neither a spec nor a sharder."""
+
+
+class BadSharderPath(BadPlan, KeyError):
+    __str__ = Exception.__str__  # a KeyError shows its text quoted
+
+
+class PlanConflict(BadPlan, RuntimeError):
+    """A parameter below a module that a sharder takes."""
+
+
+class NoRemoteShards(FcollError, RuntimeError):
+    template = "{why}{at}. {hint}"
+
+
+class RpcRanksDiffer(FcollError):
+    template = (
+        "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process "
+        "group rank: {rank} and RPC rank: {worker}{at}. Pass rank={rank} to init_rpc."
+    )

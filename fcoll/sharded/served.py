@@ -5,7 +5,17 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from fcoll.sharded import _torch, creators, dispatch, pickling, placements, scatter, tensor
+from fcoll.sharded import (
+    _torch,
+    creators,
+    dispatch,
+    modules,
+    pickling,
+    placements,
+    remote,
+    scatter,
+    tensor,
+)
 
 SHARD = "torch.distributed._shard"
 
@@ -21,7 +31,13 @@ SERVED: dict[tuple[str, str], Any] = {
     (f"{SHARD}.sharded_tensor", "_sharded_op_impl"): dispatch.built_in,
     (f"{SHARD}.sharded_tensor.utils", "_parse_and_validate_remote_device"): placements.owner,
     (f"{SHARD}.sharding_spec.api", "custom_sharding_spec_op"): dispatch.sharding_spec_op,
+    (f"{SHARD}.sharded_tensor", "state_dict_hook"): modules.state_dict_hook,
+    (f"{SHARD}.sharded_tensor", "pre_load_state_dict_hook"): modules.pre_load_state_dict_hook,
     (f"{SHARD}.api", "_shard_tensor"): scatter.shard_tensor,
+    (f"{SHARD}.api", "shard_parameter"): modules.shard_parameter,
+    (f"{SHARD}.api", "shard_module"): modules.shard_module,
+    (f"{SHARD}.api", "_reshard_output"): modules.reshard_output,
+    (f"{SHARD}.api", "_collect_local_shard"): modules.collect_local_shard,
     (f"{SHARD}.api", "load_with_process_group"): pickling.load_with_process_group,
     (f"{SHARD}.api", "_get_current_process_group"): pickling.current_process_group,
 }
@@ -32,12 +48,15 @@ class Serving:
 
     def __init__(self, replaced: list[tuple[Any, str, Any]]) -> None:
         self._replaced = replaced
+        self._rpc_needed = remote.rpc_needed
+        remote.rpc_needed = True
 
     def stop(self) -> None:
         """Put torch's own back."""
         for module, name, value in self._replaced:
             setattr(module, name, value)
         self._replaced = []
+        remote.rpc_needed = self._rpc_needed
 
     def __enter__(self) -> Serving:
         return self

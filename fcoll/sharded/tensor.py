@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
-from fcoll.sharded import _torch, checkpoint, from_shards, gathering, moving, pickling, resharding
+from fcoll.sharded import (
+    _torch,
+    checkpoint,
+    from_shards,
+    gathering,
+    moving,
+    pickling,
+    remote,
+    resharding,
+)
 from fcoll.sharded._torch import (
     Shard,
     ShardedTensorMetadata,
@@ -155,6 +164,7 @@ class ShardedTensor(ShardedTensorBase):
         process_group: GroupLike = None,
         init_rrefs: bool = False,
     ) -> None:
+        remote.check_rpc(init_rrefs)
         self._process_group = as_process_group(process_group)
         self._init_rrefs = init_rrefs
         shards, properties = self._metadata.shards_metadata, self._metadata.tensor_properties
@@ -214,6 +224,22 @@ class ShardedTensor(ShardedTensorBase):
     def all_gather(self) -> Tensor:
         """The whole tensor, on every rank. Differentiable: its gradient is summed over ranks."""
         return gathering.all_gather(self)
+
+    def remote_shards(self, ranks: Iterable[int] | None = None) -> dict[int, list[Any]]:
+        """The shards of other ranks: those of each rank that holds any, or of the ranks given.
+        The tensor was made with ``init_rrefs=True``.
+
+        Every rank of the group calls it, also one that wants none (``ranks=[]``): what is asked
+        for is fetched then, in one all_to_all_single, and ``to_here()`` of each is its Shard.
+        Where torch's RPC runs they are its RRefs, on all workers, fetched by ``to_here()``.
+
+        >>> st = fcoll.sharded.arange(fcoll.sharded.chunk(0, n), n, 2, init_rrefs=True)
+        >>> last = st.remote_shards([n - 1])
+        >>> [shard.to_here().tensor.tolist() for shard in last.get(n - 1, [])] == (
+        ...     [] if rank == n - 1 else [[[2 * n - 2, 2 * n - 1]]])
+        True
+        """
+        return remote.remote_shards(self, ranks)
 
     # -- another layout ---
 
