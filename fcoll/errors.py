@@ -255,6 +255,14 @@ class DataDependent(FcollError):
     )
 
 
+class NeedsPeers(FcollError):
+    template = (
+        "{what} comes from rank {rank}, at {line}, which a trace of this rank alone does not know. "
+        "Give PipelineStage input_args= and output_args=, or let fcoll.check, fcoll.timeline or "
+        "`fcoll report` trace build(mesh): they run the ranks before it as well."
+    )
+
+
 class PeerDied(FcollError, RuntimeError):
     template = "{message}{at}. The group is closed: restart the job."
 

@@ -15,18 +15,22 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from fcoll.checking.kinds import Kinds, find_kinds, moved, witnesses
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import origins_of
 from fcoll.checking.values import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, FcollError
 from fcoll.graph.issued import Issued, describe
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
-from fcoll.tracing.fake_world import fake_world
-from fcoll.tracing.trace import Trace, trace
+from fcoll.tracing.alike import Alike
+from fcoll.tracing.peers import Board
+from fcoll.tracing.trace import Trace
 from fcoll.tracing.workers import Tracer
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
-EVERY_RANK_UP_TO = 16  # ranks; more are represented
+Progress = Callable[[int, int], None]
+EVERY_RANK_UP_TO = 16  # ranks are all traced; of more one of each kind
+MOST_RUN = 1024  # ranks that are run against each other, where their orders differ
 
 
 @dataclass(frozen=True)
@@ -53,24 +57,27 @@ class Checked:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()  # on sizes and decisions that only a run knows
     values: int = 0  # simulated ranks that it ran on afterwards
+    all_ranks: bool = False  # is it proved for those, too, that were not traced?
 
     @property
     def ok(self) -> bool:
         return not self.findings
 
+    def _others(self) -> str:
+        if self.all_ranks:
+            return "each of the others answers as one of them to all that it asks about ranks"
+        return "nothing is known of the others: --ranks all traces them"
+
     def __str__(self) -> str:
         world, traced = prod(self.mesh.values()), len(self.ranks_traced)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
-        who = f"all {world} ranks" if traced == world else f"{traced} of {world} ranks"
+        who = f"all {world} ranks" if self.all_ranks else f"{traced} of {world} ranks, those traced"
         lines = [
-            f"{'ok' if self.ok else 'found'}: {who} of {mesh} traced, {self.calls} collectives on "
-            f"{self.groups} groups match, every send meets its receive, no deadlock"
+            f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {self.calls} "
+            f"collectives on {self.groups} groups match, every send meets its receive, no deadlock"
         ]
         if traced < world:
-            lines.append(
-                f"traced: {', '.join(map(str, self.ranks_traced))}; the others are taken to do as "
-                "those first, second, in the middle and last along each axis"
-            )
+            lines.append(f"traced: {', '.join(map(str, self.ranks_traced))}; {self._others()}")
         if self.values:
             finite = all(f.call is not None for f in self.findings)
             end = ", all results are finite" if finite else ""
@@ -83,17 +90,21 @@ def check(
     mesh: Mapping[str, int],
     *,
     mode: str = "joint",
-    ranks: Iterable[int] | None = None,
+    ranks: Iterable[int] | str | None = None,
     values: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Checked:
     """Prove that a program's collectives match on all ranks, or raise CollectiveMismatch.
 
     ``build(mesh)`` gives ``(fn, args)`` for the rank that the mesh is of. Up to 16 ranks are all
-    traced, of more those that stand for the others: the first and last along every axis, and along
-    each axis the second and the middle one; and whoever they exchange messages with. ``ranks``
-    names others. Where a trace takes long, other processes, forked from this one, trace a part of
-    the ranks. ``progress(done, of)`` is called after every trace.
+    traced. Of more, one of each kind: while a rank is traced, all that the program asks about ranks
+    (``get_rank() == 13``, its place on an axis, which part of an uneven tensor is its own) is
+    answered for every rank, and those with the same answers do the same on their own groups. So it
+    is proved for all ranks, though few are traced; text made of a rank is taken to decide nothing.
+    Where there are too many kinds to trace, ``str(result)`` says for which ranks it is proved.
+    ``ranks`` names those to trace, "all" or numbers; ranks they exchange messages with are traced
+    as well. Where a trace takes long, other processes, forked from this one, trace a part of these
+    ranks. ``progress(done, of)`` is called after every trace.
 
     ``values=True`` then runs the program on simulated ranks, up to 64, all of them, with the real
     small tensors that ``build`` makes: forward and, as in the trace, backward. What a rank raises
@@ -108,71 +119,92 @@ def check(
     """
     axes: dict[str, Any] = dict(mesh)
     size = prod(axes.values())
-    chosen = sorted(set(ranks)) if ranks is not None else representatives(axes)
-    for rank in chosen:
-        if not 0 <= rank < size:
-            raise BadMesh(what=f"rank {rank} of {size}", hint="Ranks count from 0.")
+    tell = progress or (lambda done, of: None)
     if values:
         check_size(axes)
-    programs: dict[int, Program] = {}
-    tracer = Tracer(partial(_program, build, axes, mode=mode))
-    todo = list(chosen)
-    while todo:
-        for rank, program in tracer.trace(todo):
-            programs[rank] = program
-            if progress is not None:
-                progress(len(programs), len({*programs, *todo}))
-        peers = itertools.chain.from_iterable(programs[r].peers() for r in todo)
-        todo = [r for r in dict.fromkeys(peers) if r not in programs]
+    board = Board(build, axes, mode)
+    if ranks is None and size > EVERY_RANK_UP_TO:
+        kinds = find_kinds(board, _program, tell)
+        traced = kinds.traced
+        programs, complete = _to_prove(kinds, size)
+    else:
+        chosen = range(size) if ranks in (None, "all") else sorted(set(map(int, ranks)))  # type: ignore[arg-type]
+        traced = programs = _trace(board, _within(chosen, size), tell)
+        complete = len(traced) == size
     known = Known(programs)
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
     no_deadlock(programs)
-    traces = itertools.chain.from_iterable(p.notes for p in programs.values())
+    traces = itertools.chain.from_iterable(p.notes for p in traced.values())
     ran = run_on_ranks(build, axes, mode, progress) if values else Ran()
     return Checked(
         mesh=axes,
-        ranks_traced=tuple(sorted(programs)),
+        ranks_traced=tuple(sorted(traced)),
         groups=groups,
-        calls=sum(len(p.calls) for p in programs.values()),
+        calls=sum(len(p.calls) for p in traced.values()),
         findings=(
             *(f for _, p in sorted(programs.items()) for f in p.findings),
             *(Finding(rank, None, what) for rank, what in ran.findings),
         ),
         notes=tuple(dict.fromkeys([*known.notes, *traces, *ran.notes])),
         values=ran.ranks,
+        all_ranks=complete,
     )
 
 
-def representatives(axes: Mapping[str, int]) -> list[int]:
-    """The ranks to trace: all of a few, of many the corners of the mesh and, along each axis, the
-    second and the middle one.
+def _within(ranks: Iterable[int], size: int) -> list[int]:
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise BadMesh(what=f"rank {rank} of {size}", hint="Ranks count from 0.")
+    return list(ranks)
 
-    >>> representatives({"dp": 128, "tp": 8})
-    [0, 1, 4, 7, 8, 512, 1016, 1023]
-    """
-    sizes = list(axes.values())
-    if prod(sizes) <= EVERY_RANK_UP_TO:
-        return list(range(prod(sizes)))
-    corners = set(itertools.product(*({0, n - 1} for n in sizes)))
-    for i, n in enumerate(sizes):
-        for place in {1, n // 2} if n > 1 else ():
-            corners.add((*[0] * i, place, *[0] * (len(sizes) - i - 1)))
-    strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    return sorted(sum(c * s for c, s in zip(corner, strides, strict=True)) for corner in corners)
+
+def _trace(board: Board, chosen: list[int], progress: Progress) -> dict[int, Program]:
+    """The programs of these ranks, and of all that they exchange messages with."""
+    programs: dict[int, Program] = {}
+    tracer = Tracer(partial(_program, board))
+    todo = chosen
+    while todo:
+        for rank, program in tracer.trace(todo):
+            programs[rank] = program
+            progress(len(programs), len({*programs, *todo}))
+        peers = itertools.chain.from_iterable(programs[r].peers() for r in todo)
+        todo = [r for r in dict.fromkeys(peers) if r not in programs]
+    return programs
+
+
+def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, Program], bool]:
+    """The programs to prove it for, and is it then proved for all ranks? Of several kinds that
+    make their calls in different orders all ranks are run against each other."""
+    orders = {_order(program) for program in kinds.traced.values()}
+    if len(orders) == 1 or kinds.unknown:
+        return witnesses(kinds), not kinds.unknown
+    if size <= MOST_RUN:
+        world = Alike(kinds.axes, 0)
+        everyone = {r: moved(kinds.traced[int(k)], r, world) for r, k in enumerate(kinds.of)}
+        return everyone, True
+    return witnesses(kinds), False
+
+
+def _order(program: Program) -> tuple[Any, ...]:
+    """In what order a rank meets others: if it is all ranks' order, nobody waits in a circle."""
+    return tuple(
+        (kind, program.calls[i].group) if not program.calls[i].row.is_p2p else (kind, i, "message")
+        for kind, i in program.events
+        if kind == "start" or program.calls[i].row.is_p2p
+    )
 
 
 # -- what a rank does ---
 
 
-def _program(build: Build, axes: dict[str, Any], rank: int, mode: str) -> Program:
+def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
     try:
-        with fake_world(**axes, rank=rank) as mesh:
-            fn, args = build(mesh)
-            traced = trace(fn, *args, mode=mode)
+        with board.traced(rank, alike) as made:
+            traced = made
     except FcollError as error:
         error.rank = rank
-        error.add_note(f"while tracing rank {rank} of {axes}")
+        error.add_note(f"while tracing rank {rank} of {dict(board.axes)}")
         raise
     assert traced.graph_module is not None
     calls = traced.collectives

@@ -205,7 +205,7 @@ def _raise_mismatch(
     members: dict[int, list[Issued]], rank: int, other: int, first: int, i: int, why: str
 ) -> None:
     at = {r: members[r][first] if first < len(members[r]) else None for r in (rank, other)}
-    some = next(c for c in (*at.values(), members[rank][0]) if c is not None)
+    some = next(c for c in (*at.values(), *members[rank], *members[other]) if c is not None)
     common = members[rank][first - 1] if first else None
     lines = [f'on the group "{some.axis or some.group}" of ranks {_some(some.ranks)}: {why}']
     lines += [f"  rank {r}: {describe(c) if c else 'makes no more calls'}" for r, c in at.items()]

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -97,12 +97,15 @@ def _check(args: argparse.Namespace) -> int:
         what = "tracing the ranks, then running them" if args.values else "tracing the ranks"
         with _progress(what, args) as tell, redirect_stdout(sys.stderr):
             progress = _now_and_then(tell)
-            result = check(build, mesh=args.mesh, values=args.values, progress=progress)
+            result = check(
+                build, args.mesh, ranks=args.ranks, values=args.values, progress=progress
+            )
     except (CollectiveMismatch, RankFailed) as mismatch:
         text = str(mismatch)
         _print(args, {"ok": False, "error": text}, lambda: text)
         return FOUND
-    found = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced)}
+    found: dict[str, Any] = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced)}
+    found["proved_for"] = "all ranks" if result.all_ranks else "those traced"
     found |= {"notes": list(result.notes), "values": result.values, "text": str(result)}
     _print(args, found, lambda: str(result))
     return FINE if result.ok else FOUND
@@ -278,17 +281,15 @@ def _build_of(args: argparse.Namespace) -> programs.Build:
 def _traced_in(args: argparse.Namespace) -> Iterator[Any]:
     """The trace of the program that the arguments name, and the world that it was traced in: what
     changes its graph needs the world's groups."""
-    from fcoll.tracing.fake_world import fake_world
-    from fcoll.tracing.trace import trace
+    from fcoll.tracing.peers import Board
 
     if args.target and args.target.endswith(".json"):
         yield programs.read_trace(args.target)
         return
     build, axes = _build_of(args), args.mesh or {"dp": 1}
-    with fake_world(**axes, rank=args.rank) as mesh:
+    with ExitStack() as world:
         with _progress("tracing", args), redirect_stdout(sys.stderr):
-            fn, inputs = build(mesh)
-            traced = trace(fn, *inputs, mode=args.mode)
+            traced = world.enter_context(Board(build, axes, args.mode).traced(args.rank))
             traced.sizes |= args.sizes or {}
             _ = traced.steps  # made here: they need the world's groups
         yield traced

@@ -70,6 +70,20 @@ def _sizes(text: str) -> dict[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like u0=64,u1=16") from None
 
 
+def _ranks(text: str) -> str | list[int]:
+    """
+    >>> _ranks("all"), _ranks("0,4-6")
+    ('all', [0, 4, 5, 6])
+    """
+    if text == "all":
+        return text
+    try:
+        ends = [[int(x) for x in part.split("-")] for part in text.split(",")]
+        return [rank for end in ends for rank in range(end[0], end[-1] + 1)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like all or 0,13,64-71") from None
+
+
 def _slow(text: str) -> dict[int, float]:
     """
     >>> _slow("3=1.2,5=2")
@@ -208,6 +222,8 @@ def _check(command: argparse.ArgumentParser) -> None:
     _program(command)
     values = "then run it on simulated ranks (up to 64): build must make small real tensors"
     command.add_argument("--values", action="store_true", help=values)
+    which = "trace all ranks or these, 0,13,64-71 (default: one of each kind)"
+    command.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=which)
 
 
 def _priced(command: argparse.ArgumentParser) -> None:

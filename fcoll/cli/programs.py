@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fcoll.cli.demos import DEMOS
@@ -47,7 +48,7 @@ def _import(name: str, target: str) -> dict[str, Any]:
     """The names of a module or file. Errors of its own code are the program's."""
     try:
         if name.endswith(".py"):
-            return runpy.run_path(name)
+            return vars(_run_file(Path(name)))
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         return vars(importlib.import_module(name))
@@ -55,6 +56,22 @@ def _import(name: str, target: str) -> dict[str, Any]:
         if line_of(error):
             raise
         raise BadTarget(target=target, why=f"{type(error).__name__}: {error}") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    """A file as a module of its name: its classes are found by it, and torch.compile asks for it.
+    What lies beside it can be imported, as where Python runs it."""
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem not in sys.modules else f"program_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _checked(build: Build, target: str) -> Build:

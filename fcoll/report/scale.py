@@ -11,8 +11,7 @@ from fcoll.costs.machine import Machine
 from fcoll.errors import BadOption
 from fcoll.report.world import timeline as all_ranks
 from fcoll.scheduling.timeline import Timeline, timeline
-from fcoll.tracing.fake_world import fake_world
-from fcoll.tracing.trace import trace
+from fcoll.tracing.peers import Board
 
 Build = Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -56,9 +55,8 @@ def scale(
     for size in sizes:
         axes = {**({} if axis in (mesh or {}) else {axis: size}), **(mesh or {}), axis: size}
         progress(f"{axis}={size}")
-        with fake_world(**axes) as world:  # type: ignore[arg-type]
-            fn, args = build(world)
-            line = timeline(trace(fn, *args, mode=mode), machine, waits=waits)
+        with Board(build, axes, mode).traced(0) as made:
+            line = timeline(made, machine, waits=waits)
         point = _point(line, size, axes)
         if any(
             c.row.is_p2p for c in line.collectives

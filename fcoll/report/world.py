@@ -21,8 +21,7 @@ from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.crowded import run_world
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram
-from fcoll.tracing.fake_world import fake_world
-from fcoll.tracing.trace import trace
+from fcoll.tracing.peers import Board
 from fcoll.tracing.workers import Tracer
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -160,7 +159,7 @@ def _traced(
 ) -> dict[int, _Traced]:
     """All ranks of a few; of many, those at 0 on every axis but those that send messages."""
     size = prod(axes.values())
-    tracer = Tracer(partial(_trace, build, axes, mode))
+    tracer = Tracer(partial(_trace, Board(build, axes, mode)))
     found: dict[int, _Traced] = {}
     todo = list(range(size)) if size <= EVERY_RANK_UP_TO else sorted({0, size - 1})
     while todo:
@@ -171,10 +170,8 @@ def _traced(
     return found
 
 
-def _trace(build: Build, axes: Any, mode: str, rank: int) -> _Traced:
-    with fake_world(**axes, rank=rank) as mesh:
-        fn, args = build(mesh)
-        made = trace(fn, *args, mode=mode)
+def _trace(board: Board, rank: int) -> _Traced:
+    with board.traced(rank) as made:
         return _Traced(rank, made.steps, made.collectives, dict(made.sizes))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -147,6 +149,28 @@ def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
             cls.wait = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def around_exchanges(with_symbols: Callable[..., Any]) -> Iterator[None]:
+    """Inside, an exchange by a group's own method whose splits only a run knows is this function's:
+    with_symbols(group, output, input, output_splits, input_splits) -> a handle."""
+    names = [
+        name for name in ("all_to_all_single", "alltoall_base") if name in vars(dist.ProcessGroup)
+    ]
+
+    def around(original: Any) -> Any:
+        def exchange(group: Any, output: Any, input: Any, *rest: Any, **options: Any) -> Any:
+            splits = [*rest, *options.values()][:2]
+            if any(isinstance(n, torch.SymInt) for some in splits for n in some):
+                return with_symbols(group, output, input, *splits)
+            return original(group, output, input, *rest, **options)
+
+        return exchange
+
+    ours = {name: around(getattr(dist.ProcessGroup, name)) for name in names}
+    with replaced(dist.ProcessGroup, ours):
+        yield
+
+
 def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """All objects in which FSDP2 keeps the state of these modules: what is gathered, whose turn."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # 0.3 s to import; a user has done so
@@ -170,6 +194,100 @@ def _is_of_fsdp(x: Any) -> bool:
     """Is it an object of FSDP2's own?"""
     mine = type(x).__module__.startswith("torch.distributed.fsdp._fully_shard")
     return mine and hasattr(x, "__dict__") and not isinstance(x, (torch.nn.Module, Enum))
+
+
+# -- what is asked about ranks ---
+
+_FOLDER = os.path.dirname(torch.__file__)
+
+#: fcoll's own files.
+FCOLL = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+#: Files whose functions ask on behalf of who calls them.
+PASSES_ON = (
+    *(c10d.__file__, c10d.__file__.replace("distributed_c10d", "c10d_logger")),
+    *(contextlib.__file__, os.path.join(_FOLDER, "utils", "_contextlib.py")),
+)
+
+#: Files that use ranks to cut tensors up, or to say where a message goes: both are asked besides.
+KNOWN = (
+    FCOLL,
+    *(
+        os.path.join(_FOLDER, *parts)
+        for parts in (
+            ("distributed", "tensor", ""),
+            ("distributed", "fsdp", ""),
+            ("distributed", "device_mesh.py"),
+            ("distributed", "_functional_collectives.py"),
+            ("nn", "parallel", "distributed.py"),
+        )
+    ),
+)
+
+
+def known_groups() -> list[tuple[dist.ProcessGroup, dict[int, int], str]]:
+    """The groups that there are: their ranks and names."""
+    ranks, names = c10d._world.pg_group_ranks, c10d._world.pg_names
+    return [(pg, known, str(names[pg])) for pg, known in ranks.items()]
+
+
+@contextmanager
+def group_ranks_replaced(groups: dict[dist.ProcessGroup, Any]) -> Iterator[None]:
+    """Inside, c10d finds these where it keeps the ranks of groups."""
+    kept = c10d._world.pg_group_ranks
+    before = {pg: kept[pg] for pg in groups}
+    kept.update(groups)
+    try:
+        yield
+    finally:
+        kept.update(before)
+
+
+@contextmanager
+def around_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
+    """Call cut(size, n) where DTensor and FSDP2 cut a dim into n parts, one for each rank."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    size_of, split = vars(Shard)["local_shard_size_and_offset"].__func__, Shard._split_tensor
+    strided = _StridedShard._split_tensor
+    strided_size = _StridedShard._local_shard_size_and_offset
+
+    def local_size(size: Any, n: int, rank: Any) -> Any:
+        cut(size, n)
+        return size_of(size, n, rank)
+
+    def around(original: Any) -> Any:
+        def split_tensor(self: Any, tensor: Any, n: int, **options: Any) -> Any:
+            cut(tensor.size(self.dim), n)
+            return original(self, tensor, n, **options)
+
+        return split_tensor
+
+    def around_size(self: Any, size: Any, n: int, *rest: Any, **options: Any) -> Any:
+        cut(size, n)
+        return strided_size(self, size, n, *rest, **options)
+
+    static = {
+        "local_shard_size_and_offset": staticmethod(local_size),
+        "_split_tensor": around(split),
+    }
+    both = {"_split_tensor": around(strided), "_local_shard_size_and_offset": around_size}
+    with replaced(Shard, static), replaced(_StridedShard, both), _fsdp_shares(cut):
+        yield
+
+
+@contextmanager
+def _fsdp_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    chunk = _fsdp_param._chunk_with_empty
+
+    def chunked(tensor: torch.Tensor, n: int, dim: int) -> Any:
+        cut(tensor.size(dim), n)
+        return chunk(tensor, n, dim)
+
+    with replaced(_fsdp_param, {"_chunk_with_empty": chunked}):
+        yield
 
 
 def is_ddp(module: torch.nn.Module) -> bool:

@@ -189,6 +189,30 @@ class Pending:
                 out.copy_(done.view(out.shape))
 
 
+class Handle:
+    """What an exchange gives whose splits a C++ group cannot take."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def start_exchange(
+    group: Any, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any
+) -> Pending:
+    """An exchange whose splits are symbols."""
+    name, n = _torch.boxed_group(group)
+    splits = {"output_split_sizes": output_splits, "input_split_sizes": input_splits}
+    with torch.no_grad():
+        return Pending(_all_to_all_base(Call(input=input, output=output, name=name, n=n, **splits)))
+
+
 def _destinations(result: Tensor, out: Any) -> Sequence[Tensor]:
     return out if isinstance(out, _Parts) else [result if out is None else out]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fcoll.source import is_library
 from fcoll.tracing import _torch
+from fcoll.tracing.pipelines import is_of_pipeline
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
 _LIMIT = 200_000  # objects looked at, for programs that hold a large data set
@@ -28,6 +29,7 @@ class Found:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     tensors: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # by id, and their names
     places: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # (who holds it, as what)
+    pipelines: list[Any] = field(default_factory=list)  # schedules, stages and their parts
 
 
 def reachable(*roots: Any) -> Found:
@@ -47,6 +49,8 @@ def reachable(*roots: Any) -> Found:
             _add_module(found, x)
         elif isinstance(x, torch.optim.Optimizer):
             found.optimizers.append(x)
+        elif is_of_pipeline(x):
+            found.pipelines.append(x)
         todo.extend(_held_by(x))
     return found
 
@@ -97,7 +101,7 @@ def _held_by(x: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((None, None, child) for child in x.children())
     elif isinstance(x, torch.optim.Optimizer):
         yield from ((None, None, y) for y in (x.param_groups, dict(x.state)))
-    elif hasattr(x, "__dict__") and not is_library(_file_of(type(x))):
+    elif hasattr(x, "__dict__") and (is_of_pipeline(x) or not is_library(_file_of(type(x)))):
         yield from ((vars(x), k, v) for k, v in list(vars(x).items()))
         if callable(x):
             yield None, None, type(x).__call__
@@ -139,7 +143,11 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _file_of(cls: type) -> str:
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or "<frozen >"
+    """Where a class is written; nowhere, so not in a library, if in a notebook or such."""
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__ == "__main__":
+        return ""
+    return getattr(module, "__file__", None) or "<frozen >"
 
 
 # -- fake copies ---
@@ -173,7 +181,8 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
 
     Real tensors stay: the fake mode knows how to take them. Without a mode it is the real tensors
     that are replaced, by ones on the meta device. At the end all is as it was, the gradients of
-    the tensors, the states and rates of the optimizers and what FSDP2 has gathered too.
+    the tensors, the states and rates of the optimizers, what FSDP2 has gathered and where the
+    stages of pipelines are too.
     """
     all_tensors = [x for x, _ in found.tensors.values()]
     copies = {id(x): fake_copy(x, mode) for x in all_tensors if x.is_meta == (mode is not None)}
@@ -181,7 +190,8 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
     states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in found.optimizers]
     parameters = [_Contents(module._parameters) for module in found.modules]
     rates = [_Contents(group) for o in found.optimizers for group in o.param_groups]
-    sharded = [_Attributes(x) for x in _torch.fsdp_objects(found.modules)]
+    stateful = [*_torch.fsdp_objects(found.modules), *found.pipelines]
+    attributes = [_Attributes(x) for x in stateful if hasattr(x, "__dict__")]
     try:
         for holder, key, x in found.places:
             if id(x) in copies:
@@ -198,8 +208,8 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
             optimizer.state.update(state)
         for contents in (*parameters, *rates):
             contents.restore()
-        for attributes in sharded:
-            attributes.restore()
+        for of_one in attributes:
+            of_one.restore()
 
 
 class _Contents:

@@ -29,7 +29,7 @@ from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
-from fcoll.tracing import _torch, c10d
+from fcoll.tracing import _torch, c10d, pipelines, told
 from fcoll.tracing.values import user_line
 
 
@@ -135,6 +135,12 @@ class Recorder(_torch.TorchDispatchMode):
                 self._works[id(work)] = work, pending
         return out
 
+    def _exchange(self, group: Any, output: Tensor, input: Tensor, *splits: Any) -> c10d.Handle:
+        """An exchange whose splits only a run knows, which no op of c10d takes."""
+        pending = c10d.start_exchange(group, output, input, *splits)
+        self._pending.update(dict.fromkeys(pending.storages(), pending))
+        return c10d.Handle(lambda: self._finish(pending))
+
     def _waits(self, work: Any) -> None:
         """The program waits for a handle; dist.send and dist.recv do so at once."""
         _, pending = self._works.pop(id(work), (None, None))
@@ -142,9 +148,10 @@ class Recorder(_torch.TorchDispatchMode):
             self._finish(pending)
 
     def _finish(self, pending: c10d.Pending) -> None:
+        """Wait for the messages of a call: where the program does, this mode is on."""
         for storage in pending.storages():
             self._pending.pop(storage, None)
-        with self, torch.no_grad():
+        with torch.no_grad():
             pending.complete()
 
     def _complete(self, used: Any) -> None:
@@ -152,12 +159,13 @@ class Recorder(_torch.TorchDispatchMode):
         for x in tree_iter(used):
             pending = self._pending.get(_torch.storage_id(x)) if isinstance(x, Tensor) else None
             if pending is not None:
-                self._finish(pending)
+                with self:  # an op has come here: inside, modes are off
+                    self._finish(pending)
 
     def _store(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """What the engine does with a leaf's new gradient. It copies it, because the recorder holds
         on to it; in a run it just takes it, so the copy is the same value."""
-        if func is torch.ops.aten.copy_.default and self.known(args[0]) is None:
+        if func is _COPY and self.known(args[0]) is None:
             self._same(args[1], out)
         elif func is not torch.ops.aten.new_empty_strided.default:
             self._record(func, args, kwargs, out, self._of_leaf())
@@ -371,6 +379,8 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.real_meshes(),
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
+                _torch.around_exchanges(self._exchange),
+                pipelines.stages_told(self.paused, told.say, told.ask),
             ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}
@@ -382,9 +392,10 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _settle_phases(self) -> None:
         """A message that only the backward pass uses belongs to it: the gradient from a pipeline's
-        next stage is received before any op of the backward pass."""
+        next stage is received before any op of the backward pass. So does its copy to where it is
+        to be."""
         for node in reversed(self.graph.nodes):
-            if node.op == "call_function" and row_of(node.target) and node.users:
+            if node.op == "call_function" and node.users and _is_message(node):
                 origin = node.meta["origin"]
                 users = [n.meta["origin"].phase for n in node.users if n.op != "output"]
                 phase = min(users, key=PHASES.index, default=origin.phase)
@@ -411,6 +422,15 @@ def parts_of(x: Tensor) -> list[Tensor]:
     return [part for y in inner if isinstance(y, Tensor) for part in parts_of(y)]
 
 
+def _is_message(node: fx.Node) -> bool:
+    """Is it a collective, its wait, or what puts its result where it was to be?"""
+    if row_of(node.target) is not None:
+        return True
+    moved = {_COPY: 1, torch.ops.aten.view.default: 0}.get(node.target)
+    source = node.args[moved] if moved is not None else None
+    return isinstance(source, fx.Node) and source.op == "call_function" and _is_message(source)
+
+
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
@@ -424,4 +444,5 @@ _STORING = Origin((), "", "bwd")
 _PLAIN = (_torch.FakeTensor, torch.nn.Parameter)
 # What makes a tensor of a number in the program; the mode remembers its value.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_COPY = torch.ops.aten.copy_.default
 _SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

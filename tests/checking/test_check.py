@@ -11,7 +11,7 @@ import torch.distributed as dist
 from faults import FAULTS
 
 import fcoll
-from fcoll.checking.check import check, representatives
+from fcoll.checking.check import check
 from fcoll.cli.demos import DEMOS
 from fcoll.errors import BadMesh, CheckMismatch, Deadlock
 from fcoll.tracing import workers
@@ -149,16 +149,6 @@ def test_result_never_used():
 # -- who is traced ---
 
 
-def test_few_ranks_are_all_traced():
-    assert representatives({"dp": 4, "tp": 4}) == list(range(16))
-
-
-def test_many_ranks_are_represented():
-    ranks = representatives({"dp": 128, "tp": 8})
-    assert len(ranks) == 8 and {0, 1, 7, 8, 1016, 1023} <= set(ranks)
-    assert len(representatives({"pp": 8, "dp": 16, "tp": 8})) <= 14
-
-
 def test_peers_of_messages_are_traced_too():
     def build(mesh):
         rank, n = mesh.get_rank(), mesh.size()
@@ -173,6 +163,7 @@ def test_peers_of_messages_are_traced_too():
     found = check(build, {"pp": 20}, progress=lambda done, of: seen.append((done, of)))
     assert found.ranks_traced == tuple(range(20))
     assert seen[-1] == (20, 20)
+    assert check(build, {"pp": 20}, ranks=[3]).all_ranks  # one after the other
 
 
 def test_result_says_what_was_proved():
@@ -181,15 +172,16 @@ def test_result_says_what_was_proved():
 
     few, many = check(build, {"dp": 2, "tp": 2}), check(build, {"dp": 64, "tp": 16})
     assert "all 4 ranks" in str(few) and few.groups == 2 and few.calls == 4
-    assert "8 of 1024 ranks" in str(many) and "taken to do as" in str(many)
-    assert many.ranks_traced == tuple(representatives({"dp": 64, "tp": 16}))
+    assert "proved for all 1024 ranks" in str(many) and many.ranks_traced == (0,)
 
 
 def test_ranks_can_be_named():
     def build(mesh):
         return lambda x: fcoll.all_reduce(x[mesh.get_rank() // 9 :], "sum", mesh), (torch.ones(4),)
 
-    assert check(build, {"dp": 100}, ranks=[0, 1, 2]).ranks_traced == (0, 1, 2)
+    found = check(build, {"dp": 100}, ranks=[0, 1, 2])
+    assert found.ranks_traced == (0, 1, 2) and "3 of 100 ranks, those traced" in str(found)
+    assert check(build, {"dp": 9}, ranks="all").all_ranks
     with pytest.raises(CheckMismatch):
         check(build, {"dp": 100}, ranks=[0, 10])
     with pytest.raises(BadMesh):
@@ -261,7 +253,7 @@ def test_forks_find_the_same(forks, request):
         processes.append(os.getpid())
         return ring(mesh)
 
-    shared_out = check(build, {"pp": 20})
+    shared_out = check(build, {"pp": 20}, ranks="all")
     assert len(processes) < 20 and set(processes) == {os.getpid()}  # the rest in forks
     request.getfixturevalue("monkeypatch").undo()
     assert check(build, {"pp": 20}) == shared_out

@@ -1,0 +1,206 @@
+"""Which ranks do the same? Those that give the same answers to all that a program asks about ranks.
+
+While a rank is traced, its number is not an int but a Number, which has the value of every rank. A
+comparison (``rank == 13``) is answered for the rank that is traced, and the ranks with another
+answer are not like it. So is every use as a plain number. What is computed of a Number is one, too.
+A program has no other way to tell ranks apart, so ranks that are alike in the end run the same
+trace, each on groups of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy
+
+Values = numpy.ndarray  # a number of every rank
+
+MOST_MEMBERS = 1024  # of a group whose ranks a program is given as Numbers
+
+
+class Alike:
+    """The ranks of a mesh that have answered like one of them so far: ``same``."""
+
+    def __init__(self, axes: Mapping[str, int], rank: int) -> None:
+        self.axes, self.rank, self.size = dict(axes), rank, prod(axes.values())
+        self.same = numpy.ones(self.size, dtype=bool)
+        self.ranks = numpy.arange(self.size)
+        sizes = list(axes.values())
+        strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        self.stride = dict(zip(axes, strides, strict=True))
+
+    def ask(self, values: Values) -> Any:
+        """This rank's answer; those with others are not like it."""
+        mine = values[self.rank]
+        self.same &= values == mine
+        return mine.item()
+
+    def only_me(self) -> None:
+        """The program has asked for what cannot be said of the others."""
+        self.same &= self.ranks == self.rank
+
+    def index(self, axis: str) -> Values:
+        """The place of every rank along an axis."""
+        return self.ranks // self.stride[axis] % self.axes[axis]
+
+    def member(self, axis: str, place: Any) -> Values:
+        """The rank at a place of every rank's group along an axis."""
+        return self.ranks + (place - self.index(axis)) * self.stride[axis]
+
+    def place_of(self, axis: str, ranks: Any) -> Values:
+        """Where ranks are in every rank's group along an axis; -1 where they are not in it."""
+        first, stride = self.member(axis, 0), self.stride[axis]
+        place = (ranks - first) // stride
+        inside = (place >= 0) & (place < self.axes[axis]) & (first + place * stride == ranks)
+        return numpy.where(inside, place, -1)
+
+    def number(self, values: Values) -> Number:
+        return Number(values, self)
+
+    def shares(self, size: Any, n: int) -> None:
+        """A dim of this size was cut into n parts, of which ranks take the one of their place."""
+        if isinstance(size, int) and n > 0 and size % n == 0:
+            return
+        axes = [axis for axis, length in self.axes.items() if length == n]
+        if not axes or not isinstance(size, int):
+            self.only_me()
+        whole = -(-size // n) if isinstance(size, int) else 0
+        for axis in axes:
+            self.ask(numpy.clip(size - self.index(axis) * whole, 0, whole))
+
+    def issued(self, calls: Iterable[Any]) -> None:
+        """What ranks ask by their calls: which of uneven sizes is theirs, and what their groups
+        are, where not an axis."""
+        for call in calls:
+            if call.group not in (*self.axes, "world"):
+                self.only_me()
+            lists = [v for v in call.args.values() if isinstance(v, (list, tuple))]
+            if any(len(set(map(str, v))) > 1 for v in lists) and call.group in self.axes:
+                self.ask(self.index(call.group))
+
+
+class Number:
+    """A number of every rank, that acts as the traced rank's; every decision by it is asked."""
+
+    __slots__ = ("_of", "_values")
+
+    def __init__(self, values: Values, of: Alike) -> None:
+        self._values, self._of = values, of
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override, misc]
+        """isinstance(rank, int)"""
+        return float if self._values.dtype.kind == "f" else int
+
+    def __index__(self) -> int:
+        return int(self._of.ask(self._values))
+
+    __int__ = __trunc__ = __index__
+
+    def __float__(self) -> float:
+        return float(self._of.ask(self._values))
+
+    def __bool__(self) -> bool:
+        return self._of.ask(self._values != 0)
+
+    def __hash__(self) -> int:
+        return hash(self._of.ask(self._values))
+
+    def __format__(self, spec: str) -> str:
+        """To print it is to decide nothing."""
+        return format(self._values[self._of.rank].item(), spec)
+
+    def __str__(self) -> str:
+        return format(self)
+
+    __repr__ = __str__
+
+    def __neg__(self) -> Number:
+        return Number(-self._values, self._of)
+
+    def __abs__(self) -> Number:
+        return Number(abs(self._values), self._of)
+
+    def __pos__(self) -> Number:
+        return self
+
+    def __copy__(self) -> Number:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Number:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of.ask(self._values), name)
+
+
+def _values_of(x: Any) -> Any:
+    """To compute with it for all ranks at once: a Number's values, or a plain number."""
+    if type(x) is Number:
+        return x._values
+    return x if type(x) in (int, float, bool) else None
+
+
+def _computing(fn: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Number, Any], Any]:
+    def method(self: Number, other: Any) -> Any:
+        theirs = _values_of(other)
+        if theirs is None:  # a tensor and the like
+            mine = self._of.ask(self._values)
+            return fn(other, mine) if swapped else fn(mine, other)
+        a, b = (theirs, self._values) if swapped else (self._values, theirs)
+        if fn in _DIVIDING:
+            if not self._of.ask(numpy.broadcast_to(b, self._values.shape) != 0):
+                raise ZeroDivisionError("division by zero")
+            b = numpy.where(b == 0, 1, b)  # of ranks that are not alike by now
+        return Number(numpy.asarray(fn(a, b)), self._of)
+
+    return method
+
+
+def _comparing(fn: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+    def method(self: Number, other: Any) -> Any:
+        theirs = _values_of(other)
+        if theirs is None:
+            return NotImplemented
+        return self._of.ask(fn(self._values, theirs))
+
+    return method
+
+
+def _plainly(name: str) -> Callable[..., Any]:
+    """By the plain number: seldom done with ranks."""
+
+    def method(self: Number, *others: Any) -> Any:
+        return getattr(self._of.ask(self._values), name)(*map(_plain, others))
+
+    return method
+
+
+def _plain(x: Any) -> Any:
+    return x._of.ask(x._values) if type(x) is Number else x
+
+
+_DIVIDING = (operator.floordiv, operator.mod, operator.truediv)
+for _name, _fn in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "truediv": operator.truediv,
+}.items():
+    setattr(Number, f"__{_name}__", _computing(_fn, swapped=False))
+    setattr(Number, f"__r{_name}__", _computing(_fn, swapped=True))
+for _fn in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+    setattr(Number, f"__{_fn.__name__}__", _comparing(_fn))
+for _name in ("pow", "divmod", "lshift", "rshift", "and", "or", "xor"):
+    setattr(Number, f"__{_name}__", _plainly(f"__{_name}__"))
+    setattr(Number, f"__r{_name}__", _plainly(f"__r{_name}__"))
+for _name in ("__round__", "__invert__", "__floor__", "__ceil__"):
+    setattr(Number, _name, _plainly(_name))

@@ -1,0 +1,163 @@
+"""What a program asks torch about ranks, answered with Numbers (see alike.py) in a trace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcoll.source import is_library
+from fcoll.tracing import _torch
+from fcoll.tracing.alike import MOST_MEMBERS, Alike
+
+
+@contextmanager
+def asking(alike: Alike) -> Iterator[None]:
+    """Inside a fake world, questions about ranks are asked of ``alike``."""
+    rank = dist.ProcessGroup.rank
+    groups = {
+        pg: _GroupRanks(known, axis, alike)
+        for pg, known, axis in _torch.known_groups()
+        if axis in alike.axes
+    }
+
+    def rank_in(pg: Any) -> Any:
+        plain = rank(pg)
+        axis = next((g.axis for other, g in groups.items() if other == pg), None)
+        if axis is not None:
+            return _answer(alike, plain, alike.index(axis))
+        if pg.size() == alike.size:
+            return _answer(alike, plain, alike.ranks)
+        return _answer(alike, plain, None)
+
+    with ExitStack() as stack:
+        stack.enter_context(_torch.replaced(dist.ProcessGroup, {"rank": rank_in}))
+        stack.enter_context(_torch.replaced(DeviceMesh, _of_meshes(alike)))
+        stack.enter_context(_torch.group_ranks_replaced(groups))
+        stack.enter_context(_torch.around_shares(alike.shares))
+        yield
+
+
+def _answer(alike: Alike, plain: Any, values: Any) -> Any:
+    """A Number; but libraries that cut tensors up get the plain one: what they make of it is asked
+    elsewhere (``shares``)."""
+    if _is_known():
+        return plain
+    if values is None:
+        alike.only_me()
+        return plain
+    return alike.number(values)
+
+
+def _is_known() -> bool:
+    """Does a library ask whose use of ranks is known?"""
+    frame = _asker()
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if not is_library(name):
+            return False
+        public = name.startswith(_torch.FCOLL) and code.co_name in ("rank", "axis_index")
+        if not public and not name.startswith(_torch.PASSES_ON):
+            return name.startswith(_torch.KNOWN)
+        frame = frame.f_back
+    return False
+
+
+def _asker() -> FrameType | None:
+    """The frame that asked something of this file."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def _names(frame: FrameType, name: str) -> bool:
+    return name in frame.f_code.co_names or name in frame.f_code.co_consts
+
+
+class _GroupRanks(dict):
+    """A group's ranks -> their places in it, as c10d keeps them."""
+
+    def __init__(self, known: dict[int, int], axis: str, alike: Alike) -> None:
+        super().__init__(known)
+        self.axis, self.alike = axis, alike
+
+    def __getitem__(self, rank: Any) -> Any:
+        if _is_known():
+            return super().__getitem__(rank)
+        alike, values = self.alike, getattr(rank, "_values", rank)
+        place = alike.place_of(self.axis, values)
+        if not alike.ask(place >= 0):
+            raise KeyError(rank)
+        return alike.number(place)
+
+    def __contains__(self, rank: Any) -> bool:
+        if _is_known():
+            return super().__contains__(rank)
+        values = getattr(rank, "_values", rank)
+        return self.alike.ask(self.alike.place_of(self.axis, values) >= 0)
+
+    def keys(self) -> Any:
+        if _is_known():
+            return super().keys()
+        if len(self) > MOST_MEMBERS:
+            self.alike.only_me()
+            return super().keys()
+        members = [self.alike.member(self.axis, place) for place in range(len(self))]
+        return [self.alike.number(values) for values in members]
+
+    def items(self) -> Any:
+        return (
+            super().items() if _is_known() else list(zip(self.keys(), self.values(), strict=True))
+        )
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if _is_known() else iter(self.keys())
+
+
+def _of_meshes(alike: Alike) -> dict[str, Any]:
+    local, coordinate, ranks = DeviceMesh.get_local_rank, DeviceMesh.get_coordinate, DeviceMesh.mesh
+
+    def index(mesh: Any, i: int) -> Any:
+        """Of the i-th axis of a mesh, if it is one of the world's."""
+        names = mesh.mesh_dim_names or ()
+        if i >= len(names) or names[i] not in alike.axes:
+            return None
+        own = mesh.get_group(i).group_name in (names[i], "world")  # not a mesh of the program's
+        return alike.index(names[i]) if own else None
+
+    def get_local_rank(mesh: Any, mesh_dim: Any = None) -> Any:
+        plain, names = local(mesh, mesh_dim), mesh.mesh_dim_names or ()
+        i = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        return _answer(alike, plain, index(mesh, i))
+
+    def get_coordinate(mesh: Any) -> Any:
+        plain = coordinate(mesh)
+        frame = _asker()
+        if plain is None or _is_known() or (frame and not _names(frame, "get_coordinate")):
+            return plain  # C++ asks, to cut a DTensor up: no function names it
+        return tuple(_answer(alike, x, index(mesh, i)) for i, x in enumerate(plain))
+
+    def get_rank(mesh: Any) -> Any:
+        return _answer(alike, dist.get_rank(), alike.ranks)
+
+    def mesh_ranks(mesh: Any) -> Any:
+        """Whoever has the same place on all other axes has the same ranks in it."""
+        frame = _asker()
+        if mesh.size() < alike.size and frame and not is_library(frame.f_code.co_filename):
+            for axis in sorted(set(alike.axes) - set(mesh.mesh_dim_names or ())):
+                alike.ask(alike.index(axis))
+        return ranks.fget(mesh)
+
+    return {
+        "get_local_rank": get_local_rank,
+        "get_coordinate": get_coordinate,
+        "get_rank": get_rank,
+        "mesh": property(mesh_ranks),
+    }

@@ -1,0 +1,66 @@
+"""torch.distributed.pipelining in a trace: stages tell each other shapes when they first run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcoll.tracing import _torch
+
+
+def is_of_pipeline(x: Any) -> bool:
+    """Is it a schedule, a stage or a part of one?"""
+    return type(x).__module__.startswith("torch.distributed.pipelining.") and not isinstance(
+        x, (torch.nn.Module, Enum)
+    )
+
+
+@contextmanager
+def stages_told(
+    pause: Callable[[], AbstractContextManager[Any]],
+    say: Callable[[tuple[Any, ...], Any], None],
+    ask: Callable[[tuple[Any, ...], int, str], Any],
+) -> Iterator[None]:
+    """Inside, stages that first run learn shapes by say() and ask(), under pause(): what a step in
+    the middle of training does not do is no part of a trace."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        yield
+        return
+    from torch.distributed.pipelining import schedules, stage
+
+    prepare = schedules._PipelineSchedule._initialize_pp_stages
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        with pause():
+            return prepare(*args, **kwargs)
+
+    def vote(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        for one in stages:
+            if isinstance(one, stage.PipelineStage):
+                asks = stage.InferenceMode.needs_dynamic(one._user_meta, has_backward)
+                modes = stage.InferenceMode
+                one._inference_mode = modes.DYNAMIC if asks else modes.STATIC
+
+    def about(x: Any, source: int, to: int) -> tuple[Any, ...]:
+        return tuple(dist.get_process_group_ranks(x.group)), source, to
+
+    def send(self: Any, meta: Any, dst_stage: int) -> None:
+        say(about(self, self.stage_index, dst_stage), meta)
+
+    def receive(self: Any, src_stage: int) -> Any:
+        what = f"the shapes between stages {src_stage} and {self.stage_index} of a pipeline"
+        peer = self._resolve_peer_global_rank(src_stage)
+        return ask(about(self, src_stage, self.stage_index), peer, what)
+
+    of_schedules = {"_initialize_pp_stages": initialize, "_warmup_p2p": vote}
+    with (
+        _torch.replaced(schedules._PipelineSchedule, of_schedules),
+        _torch.replaced(stage.PipelineStage, {"_send_meta": send, "_recv_meta": receive}),
+    ):
+        yield
