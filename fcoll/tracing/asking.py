@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcoll.groups import by_name, rank_answers
 from fcoll.source import is_library
 from fcoll.tracing import _torch
 from fcoll.tracing.alike import MOST_MEMBERS, Alike
@@ -35,7 +36,15 @@ def asking(alike: Alike) -> Iterator[None]:
             return _answer(alike, plain, alike.ranks)
         return _answer(alike, plain, None)
 
+    def rank_named(name: str) -> Any:
+        if name != "world" and name not in alike.axes:
+            alike.only_me()
+            return by_name(name).rank
+        return alike.number(alike.ranks if name == "world" else alike.index(name))
+
     with ExitStack() as stack:
+        rank_answers.append(rank_named)
+        stack.callback(rank_answers.pop)
         stack.enter_context(_torch.replaced(dist.ProcessGroup, {"rank": rank_in}))
         stack.enter_context(_torch.replaced(DeviceMesh, _of_meshes(alike)))
         stack.enter_context(_torch.group_ranks_replaced(groups))
@@ -58,12 +67,10 @@ def _is_known() -> bool:
     """Does a library ask whose use of ranks is known?"""
     frame = _asker()
     while frame is not None:
-        code = frame.f_code
-        name = code.co_filename
+        name = frame.f_code.co_filename
         if not is_library(name):
             return False
-        public = name.startswith(_torch.FCOLL) and code.co_name in ("rank", "axis_index")
-        if not public and not name.startswith(_torch.PASSES_ON):
+        if not name.startswith(_torch.PASSES_ON):
             return name.startswith(_torch.KNOWN)
         frame = frame.f_back
     return False
