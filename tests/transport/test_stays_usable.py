@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import resource
 import shutil
@@ -65,6 +66,8 @@ CALLS = {"eager": eager, "later": later, "by_op": by_op}
 
 
 def interrupt_soon():
+    # torch imports it at the first op on a tensor subclass: not where the interrupt may come
+    importlib.import_module("torch.distributed.tensor")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # test ranks ignore it
     # from another process: torch's barrier keeps the GIL, and with it all threads of this one
     subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
