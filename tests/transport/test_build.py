@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fcoll.transport.native import build, cache
+from fcoll.transport.native import build, cache, prebuilt
 from fcoll.transport.native.compiler import BuildFailed, first_errors
 
 SCRIPT = """#!{python}
@@ -93,7 +93,7 @@ def test_one_of_many_ranks_compiles(compiler, capfd):
     (path,) = paths
     assert path.read_text() == "made"
     assert path.with_suffix(".txt").read_text().endswith("fake 1.0\n")
-    assert compiler.runs() == SOURCES + 3  # two links, and its version
+    assert compiler.runs() == SOURCES + 4  # torch's headers, two links, and its version
     said = capfd.readouterr().err
     of_library = SOURCES - len(build._EXTENSION)
     assert f"[{of_library}/{of_library}]" in said
@@ -159,7 +159,8 @@ def test_an_extension_that_failed_is_tried_again(compiler, capfd):
     failed_before(extension, build.RETRY_EXTENSION_S + 1)
     build.build()
     assert extension.read_text() == "made"
-    assert compiler.runs() == len(build._EXTENSION) + 1, "the library is there already"
+    # torch's headers, its own files and a link: the library is there already
+    assert compiler.runs() == len(build._EXTENSION) + 2
 
 
 def test_a_library_that_is_there_needs_no_compiler(compiler, monkeypatch):
@@ -258,3 +259,36 @@ def test_entries_of_today_stay(tmp_path):
     for i in range(3 * cache.KEPT):
         (tmp_path / f"fcoll-{i:02}.so").write_text("")
     assert cache.prune(tmp_path) == []
+
+
+# -- in a wheel ---
+
+
+@pytest.fixture
+def wheel(compiler, tmp_path, monkeypatch):
+    """A library that came with the wheel."""
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
+    prebuilt.prebuilt_library.cache_clear()
+    made = build.make_prebuilt()
+    assert "-march=native" not in (compiler.home / "runs").read_text()
+    compiler.runs()
+    yield made
+    prebuilt.prebuilt_library.cache_clear()
+
+
+def test_the_library_of_a_wheel_needs_no_compiler(wheel, compiler, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.build() == wheel and build._extension_path(wheel).exists()
+    assert compiler.runs() == 0 and not list(wheel.parent.glob("building-*"))
+
+
+def test_for_another_torch_it_is_compiled(wheel, monkeypatch):
+    monkeypatch.setattr(build.torch, "__version__", "2.99.0")
+    assert build.build() != wheel
+
+
+def test_for_an_older_cpu_it_is_compiled(wheel, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags\t\t: sse sse2 avx f16c\n")
+    monkeypatch.setattr(cache, "CPUINFO", tmp_path / "cpuinfo")
+    prebuilt.prebuilt_library.cache_clear()
+    assert build.build() != wheel

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fcoll.transport.native import cache
+from fcoll.transport.native import cache, prebuilt
 from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, say
 
@@ -36,6 +36,8 @@ _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).p
 _EXTENSION = [Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp")]
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0
+# Of one core, measured; and what it takes with any number of them: the headers, then a file.
+ALL_CPU_S, LONGEST_S = 70.0, 25.0
 RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
 
 
@@ -72,6 +74,8 @@ def when_loaded(prepare: Callable[[Any], object]) -> None:
 
 def library_path() -> Path:
     """Where the library for this machine and these sources is or will be."""
+    if found := prebuilt.prebuilt_library(torch.__version__):
+        return found
     return cache.cache_dir() / f"fcoll-{cache.key_of(_SOURCES, torch.__version__)}.so"
 
 
@@ -99,15 +103,16 @@ def build(taken_over_s: float = 0.0) -> Path:
     if path.exists() and not os.access(path.parent, os.W_OK):
         return path  # somebody else's cache: without the extension then
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
+    with _locked(path), _compiler(path.parent) as compiler:
+        wanted = extension if _wants_extension(extension, began) else None
         if not path.exists():
             if reason := cache.failure_of(path, began - taken_over_s):
                 raise BuildFailed(reason)
-            _make(path, lambda compiler: _library(compiler, path))
+            _make(path, lambda log: _library(compiler, path, log, bool(wanted)))
             cache.prune(path.parent)
-        if extension and _wants_extension(extension, began):
+        if wanted:
             try:
-                _make(extension, lambda compiler: _extension(compiler, path, extension))
+                _make(wanted, lambda log: _extension(compiler, path, wanted, log))
             except BuildFailed as error:
                 say(f"calls from Python will be slower, without the fast path: {error}")
     return path
@@ -126,12 +131,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(out: Path, make: Callable[[Compiler], None]) -> None:
-    """Make one file of the cache; a failure is noted for those who wait."""
+@contextlib.contextmanager
+def _compiler(beside: Path, march: str = "native") -> Iterator[Compiler]:
+    made = tempfile.TemporaryDirectory(dir=beside, prefix="building-")
+    with made as folder, Compiler(Path(folder), march) as compiler:
+        yield compiler
+
+
+def _make(out: Path, make: Callable[[Path], None]) -> None:
+    """Make one file of the cache, given where to log; a failure is noted for those who wait."""
     start = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix="building-") as folder:
-            make(Compiler(Path(folder), out.with_name(f"{out.name}.log")))
+        make(out.with_name(f"{out.name}.log"))
     except BuildFailed as error:
         cache.note_failure(out, error)
         raise
@@ -139,17 +150,36 @@ def _make(out: Path, make: Callable[[Compiler], None]) -> None:
     say(f"done in {time.monotonic() - start:.0f} s")
 
 
-def _library(compiler: Compiler, library: Path) -> None:
-    say("compiling its C++ part (once, about a minute) ...")
+def _library(compiler: Compiler, library: Path, log: Path, extension: bool) -> None:
     sources = [s for s in _SOURCES if s.suffix == ".cpp" and s not in _EXTENSION]
-    compiler.link(library, [*compiler.objects(sources), f"-Wl,-soname,{library.name}"])
+    seconds = max(ALL_CPU_S / compiler.cores, LONGEST_S)
+    cores = "1 core" if compiler.cores == 1 else f"{compiler.cores} cores"
+    say(f"compiling its C++ part, once: about {seconds:.0f} s on {cores} ...")
+    compiler.program  # noqa: B018  or say that there is none
+    compiler.start([*sources, *(_EXTENSION if extension else [])])
+    objects = compiler.objects(sources, log)
+    compiler.link(library, [*objects, f"-Wl,-soname,{library.name}"], log)
     library.with_suffix(".txt").write_text(f"compiled by {compiler.version()}\n")
 
 
-def _extension(compiler: Compiler, library: Path, extension: Path) -> None:
+def _extension(compiler: Compiler, library: Path, extension: Path, log: Path) -> None:
     say("compiling its fast path for this Python ...")
-    made = compiler.objects(_EXTENSION)
-    compiler.link(extension, [*made, str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"])
+    made = compiler.objects(_EXTENSION, log)
+    compiler.link(extension, [*made, str(library), "-Wl,-rpath,$ORIGIN", "-ltorch_python"], log)
+
+
+def make_prebuilt() -> Path:
+    """Compile the library and the extension for a wheel: see wheel/backend.py."""
+    library = prebuilt.FOLDER / prebuilt.LIBRARY
+    extension = _extension_path(library)
+    library.parent.mkdir(exist_ok=True)
+    log = Path(tempfile.gettempdir(), "fcoll-wheel.log")
+    with _compiler(library.parent, prebuilt.LEVEL) as compiler:
+        _library(compiler, library, log, extension is not None)
+        if extension:
+            _extension(compiler, library, extension, log)
+    (library.parent / "made_for.txt").write_text(prebuilt.made_for(torch.__version__))
+    return library
 
 
 # -- load ---

@@ -1,4 +1,4 @@
-"""Run the C++ compiler: every source in a process of its own, then a link.
+"""Run the C++ compiler: torch's headers once, every source in a process of its own, then a link.
 
 A line is printed for each file that is finished. What the compiler said when it failed is kept
 whole in a log, and the message has its first errors and the name of the log.
@@ -6,20 +6,24 @@ whole in a log, and the message has its first errors and the name of the log.
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-DUSE_DISTRIBUTED"]
+FLAGS = ["-std=c++20", "-O3", "-fwrapv", "-fPIC", "-DUSE_DISTRIBUTED"]
 ERRORS_SHOWN = 5
+# Included ahead of all files that include torch's headers.
+TORCH_HEADERS = Path(__file__).parent / "torch_headers.h"
 
 
 class BuildFailed(RuntimeError):
@@ -38,34 +42,67 @@ def say(text: str) -> None:
     print(f"fcoll: {text}", file=sys.stderr, flush=True)
 
 
+class _Failed(Exception):
+    """A run of the compiler that failed: the command, its exit code and all that it said."""
+
+
 class Compiler:
-    """One attempt to compile, in a folder of its own; the log is written when it fails."""
+    """Compiles in a folder of its own. As many files at once as this process has cores; torch's
+    headers, which take 10 times as long to read as our files, are read once, ahead."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        self.program = find_compiler()
+    def __init__(self, folder: Path, march: str = "native") -> None:
         self.folder = folder
-        self.log = log
+        self.flags = [*_flags(), f"-march={march}"]
+        self.cores = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(self.cores)
+        self._made: dict[Path, Future[None]] = {}
+        self._headers: Future[None] | None = None
 
-    def objects(self, sources: Sequence[Path]) -> list[str]:
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @functools.cached_property
+    def program(self) -> str:
+        return find_compiler()
+
+    def start(self, sources: Sequence[Path]) -> None:
+        """Begin with these files: those without torch's headers, the largest first, while the
+        headers are read, then the others."""
+        new = [source for source in sources if source not in self._made]
+        with_torch = {source: includes_torch(source) for source in new}
+        if any(with_torch.values()) and self._headers is None:
+            self._headers = self._pool.submit(self._precompile)
+        for source in sorted(new, key=lambda s: (with_torch[s], -s.stat().st_size)):
+            headers = self._headers if with_torch[source] else None
+            self._made[source] = self._pool.submit(self._object, source, headers)
+
+    def objects(self, sources: Sequence[Path], log: Path) -> list[str]:
         """The sources' object files. The first that fails ends the attempt."""
-        start = time.monotonic()
-        with ThreadPoolExecutor() as pool:
-            made = {pool.submit(self._object, source): source for source in sources}
-            try:
-                for i, future in enumerate(as_completed(made), 1):
-                    future.result()
-                    seconds = time.monotonic() - start
-                    say(f"[{i}/{len(sources)}] {made[future].name}, {seconds:.0f} s")
-            except BuildFailed:
-                pool.shutdown(cancel_futures=True)
-                raise
+        began = time.monotonic()
+        self.start(sources)
+        made = {self._made[source]: source for source in sources}
+        try:
+            for i, future in enumerate(as_completed(made), 1):
+                future.result()
+                seconds = time.monotonic() - began
+                say(f"[{i}/{len(sources)}] {made[future].name}, {seconds:.0f} s")
+        except _Failed as failed:
+            for future in made:
+                future.cancel()
+            raise _told(failed, log) from None
         return [str(self._place(source)) for source in sources]
 
-    def link(self, out: Path, parts: Sequence[str]) -> None:
+    def link(self, out: Path, parts: Sequence[str], log: Path) -> None:
         """A shared library of the parts. It appears under its name when it is whole."""
         libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
         partial = self.folder / out.name
-        self._run([self.program, "-shared", *parts, *libraries, "-o", str(partial)])
+        try:
+            self._run([self.program, "-shared", *parts, *libraries, "-o", str(partial)])
+        except _Failed as failed:
+            raise _told(failed, log) from None
         os.replace(partial, out)
 
     def version(self) -> str:
@@ -76,19 +113,41 @@ class Compiler:
     def _place(self, source: Path) -> Path:
         return self.folder / f"{source.stem}.o"
 
-    def _object(self, source: Path) -> None:
-        self._run([self.program, *_flags(), "-c", str(source), "-o", str(self._place(source))])
+    def _precompile(self) -> None:
+        """Beside a copy of the header, where the compiler looks for it."""
+        copy = shutil.copy(TORCH_HEADERS, self.folder)
+        self._run([self.program, *self.flags, "-x", "c++-header", str(copy), "-o", f"{copy}.gch"])
+
+    def _object(self, source: Path, headers: Future[None] | None) -> None:
+        ahead: list[str] = []
+        if headers is not None:
+            headers.result()
+            ahead = ["-include", str(self.folder / TORCH_HEADERS.name)]
+        out = str(self._place(source))
+        self._run([self.program, *self.flags, *ahead, "-c", str(source), "-o", out])
 
     def _run(self, command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return
-        said = done.stderr + done.stdout
-        self.log.write_text(f"{' '.join(command)}\nexit code {done.returncode}\n{said}")
-        raise BuildFailed(
-            f"the compiler failed (exit code {done.returncode}): {first_errors(said)}\n"
-            f"All that it said is in {self.log}"
-        )
+        if done.returncode != 0:
+            raise _Failed(command, done.returncode, done.stderr + done.stdout)
+
+
+def _told(failed: _Failed, log: Path) -> BuildFailed:
+    command, code, said = failed.args
+    log.write_text(f"{' '.join(command)}\nexit code {code}\n{said}")
+    return BuildFailed(
+        f"the compiler failed (exit code {code}): {first_errors(said)}\n"
+        f"All that it said is in {log}"
+    )
+
+
+def includes_torch(source: Path) -> bool:
+    """Does a file of ours, or one of ours that it includes, include headers of torch's?"""
+    text = source.read_text()
+    if re.search(r"^#include <(torch|ATen|c10)/", text, re.M):
+        return True
+    ours = (source.parent / name for name in re.findall(r'^#include "(.+)"', text, re.M))
+    return any(includes_torch(path) for path in ours if path != source)
 
 
 def first_errors(said: str) -> str:
