@@ -13,7 +13,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from fcoll.imports import when_imported
+from fcoll.imports import before_import, when_imported
 
 if TYPE_CHECKING:
     from fcoll import compat, dist, errors, local, sharded, symm_mem
@@ -167,4 +167,13 @@ def _register() -> None:
     when_imported(_torch.TRACES_FUNCTIONS, lambda: _torch.no_guards_on_globals_of(__name__))
 
 
+# All others import torch, in the middle of which what is registered would import them.
+_WITHOUT_TORCH = ("fcoll.__main__", "fcoll.cli", "fcoll.cli.parser", "fcoll.imports")
+
+
+def _needs_torch(module: str) -> bool:
+    return module.startswith("fcoll.") and module not in _WITHOUT_TORCH
+
+
+before_import(_needs_torch, lambda: importlib.import_module("torch"))
 when_imported("torch", _register)

@@ -1,4 +1,4 @@
-"""Do something when a module is imported, without importing it."""
+"""Do something when a module is imported, or before it is, without importing it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ def when_imported(name: str, act: Callable[[], object]) -> None:
         act()
     else:
         sys.meta_path.insert(0, _Finder(name, act))
+
+
+def before_import(wanted: Callable[[str], bool], act: Callable[[], object]) -> None:
+    """Call a function once, before the first import of a module whose name is wanted."""
+    sys.meta_path.insert(0, _Watch(wanted, act))
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Finds nothing; goes when it has acted."""
+
+    def __init__(self, wanted: Callable[[str], bool], act: Callable[[], object]) -> None:
+        self.wanted, self.act = wanted, act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if self in sys.meta_path and self.wanted(name):
+            sys.meta_path.remove(self)
+            self.act()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
