@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -205,6 +206,11 @@ def mesh_fibers(mesh: Any) -> Tensor:
     """All sub-meshes of a mesh's kind: [sub-mesh, *mesh shape] of ranks."""
     # a clone: the rank map may be an inference tensor
     return mesh._layout.remap_to_tensor(mesh._rank_map.clone())
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """No mode sees what is done inside: numbers of a mesh are real, whatever else is fake."""
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def living_meshes() -> list[Any]:

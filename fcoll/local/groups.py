@@ -26,8 +26,9 @@ def remember(mesh: Any) -> None:
 
 
 def _along(mesh: Any, dim: int) -> Groups:
-    fibers = _torch.mesh_fibers(mesh)
-    lists = fibers.movedim(dim + 1, -1).reshape(-1, fibers.shape[dim + 1]).tolist()
+    with _torch.without_modes():
+        fibers = _torch.mesh_fibers(mesh)
+        lists = fibers.movedim(dim + 1, -1).reshape(-1, fibers.shape[dim + 1]).tolist()
     return tuple(map(tuple, lists))
 
 

@@ -26,11 +26,8 @@ def from_torch(x: Any) -> Any:
     """Ours of torch's own ShardedTensor, on the same group and the same memory; in a state dict (a
     dict, list or tuple) of all that are in it.
 
-    >>> from torch.distributed._shard import sharded_tensor
-    >>> theirs = sharded_tensor.ones(fcoll.sharded.chunk(0, n), n, 2)
-    >>> ours = fcoll.sharded.from_torch({"table": theirs})["table"]
-    >>> ours.all_gather().shape == (n, 2)
-    True
+    >>> fcoll.sharded.from_torch({"step": 3, "table": torch.ones(1)})  # all else stays as it is
+    {'step': 3, 'table': tensor([1.])}
     """
     if isinstance(x, _torch.TheirShardedTensor):
         shards = list(x.local_shards())

@@ -10,8 +10,8 @@ import torch
 
 import fcoll
 from fcoll.checking.check import check
-from fcoll.cli import programs
-from fcoll.cli.commands import FINE, main
+from fcoll.cli import main, programs
+from fcoll.cli.commands import FINE
 from fcoll.errors import NeedsPeers
 from fcoll.tracing.peers import Board
 from fcoll.tracing.told import Talk, talking
