@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fcoll import groups as fcoll_groups
 from fcoll.local import _torch, groups, modes, reduce, rng
 from fcoll.local.ints import local_int
 from fcoll.local.mesh import _LocalDeviceMesh
@@ -65,6 +66,7 @@ def _new_names() -> list[tuple[Any, str, Any]]:
         if hasattr(dist, name):
             found.append((at["dist"], name, reduce.noting_factor))
     found.append((at["funcol"], "permute_tensor", permute_tensor))
+    found.append((fcoll_groups, "rank_asked", rank_asked))
     found.append((at["mesh"], "_get_all_submeshes", all_submeshes))
     patched = [(o, n, _in_a_mode(getattr(o, n), new)) for o, n, new in found]
     return [*patched, (at["mesh"], "get_group", _remembering(at["mesh"].get_group)), *_adopted()]
@@ -119,6 +121,13 @@ def get_rank(group: Any = None) -> Any:
     if group is None:
         return local_int({r: r for r in mode.order})
     return local_int(groups.rank_in(group, mode.order))
+
+
+def rank_asked(name: str) -> Any:
+    """fcoll.rank and fcoll.axis_index: an int of each rank, too."""
+    mode = modes.enabled_local_tensor_mode()
+    assert mode is not None
+    return local_int(groups.rank_in(_torch.resolve_group(name), mode.order))
 
 
 def _root(group: Any, rank: int | None, group_rank: int | None) -> int:

@@ -54,6 +54,7 @@ ASKS = {
         mesh["dp"].mesh[9].item() == 77 and mesh.get_local_rank("dp") == 9
     ),
     "fcoll's": lambda mesh: fcoll.rank() == 77,
+    "fcoll's axes": lambda mesh: fcoll.axis_index("dp") == 9 and fcoll.axis_index("tp") == 5,
     "a tensor": lambda mesh: (torch.ones(3) * dist.get_rank())[0].item() == 77,
     "a new group": lambda mesh: (
         dist.new_group([77, 78]) != dist.GroupMember.NON_GROUP_MEMBER and get_rank() < 78

@@ -119,3 +119,13 @@ def test_compiled(stored):
         y = torch.compile(step, backend="aot_eager")(made(xs, stored))
     total = torch.stack(list(xs.values())).sum(0)
     same(y, {r: (2 * total + x).relu() for r, x in xs.items()})
+
+
+def test_each_rank_has_its_own_number():
+    with fake_world(4), LocalTensorMode(4):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        asked = fcoll.rank(), fcoll.axis_index("tp"), fcoll.rank((mesh, "dp"))
+        got = [torch.ones(1) * number for number in asked]
+    for rank in range(4):
+        mine = [int(x._local_tensors[rank]) for x in got]
+        assert mine == [rank, rank % 2, rank // 2]

@@ -48,7 +48,7 @@ def _axis_index(axis: str) -> int:
     if not dist.is_initialized():
         raise NotInitialized(group=axis)
     known = [groups.by_name(pg.group_name) for pg in all_groups() if _is_group(pg)]
-    found = {g.ranks: g.rank for g in known if g.axis == axis}
+    found = {g.ranks: rank_here(g.name) for g in known if g.axis == axis}
     if not found:  # an axis of all ranks is the default group, which has not its name
         for mesh in _meshes_with(axis):
             found[tuple(mesh.mesh.flatten().tolist())] = mesh.get_local_rank(axis)
