@@ -1,7 +1,8 @@
 """The private torch APIs that fcoll uses. No other file of the package names one.
 
-Tested with torch 2.13.0. Each name says what it is needed for. Dynamo, DTensor and sympy, which
-take longer to import than all of fcoll, are imported by those who need them.
+Tested with torch 2.13.0, 2.14.1 and 2.15.0: a name is in all of them where nothing else is said.
+What a newer one lacks raises MissingInTorch when it is used (imports.py). Dynamo, DTensor and
+sympy, which take longer to import than all of fcoll, are imported by those who need them.
 """
 
 from __future__ import annotations
@@ -9,43 +10,30 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch._functorch.autograd_function as _functorch_autograd
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fcoll.imports import private, say_what_is_missing, warn_of_untested
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TESTED_VERSION = "2.13"
 TORCH_DIR = os.path.dirname(os.path.abspath(torch.__file__))
 
+warn_of_untested(torch.__version__)
 
-def warn_of_newer(version: str) -> None:
-    """Say so when torch is newer than what this was tested with: private names change.
-
-    >>> warn_of_newer("2.13.7+cpu")
-    """
-    if tuple(map(int, version.split(".")[:2])) > tuple(map(int, TESTED_VERSION.split("."))):
-        warnings.warn(
-            f"fcoll is tested with torch {TESTED_VERSION}, this is {version}: traces, compiled "
-            "graphs and shared memory may not work. What fails says which name is missing.",
-            stacklevel=2,
-        )
-
-
-warn_of_newer(torch.__version__)
+symmetric_memory = private("torch.distributed._symmetric_memory")
+get_proxy_mode = private("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+FakeStore = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
+_C = "torch._C"
 
 # The class that DTensor, FSDP2 and AOTAutograd recognise by isinstance: ours derives from it.
 TorchAsyncCollectiveTensor = funcol.AsyncCollectiveTensor
@@ -55,13 +43,13 @@ FUNCTIONAL_COLLECTIVES = dict(vars(funcol))
 
 # torch's registry of outstanding work, keyed by storage: `_c10d_functional.wait_tensor` finds
 # there what a collective of ours left, and ours finds theirs.
-register_work = torch._C._distributed_c10d._register_work
-work_registry_size = torch._C._distributed_c10d._get_work_registry_size
+register_work = private(_C, "_distributed_c10d._register_work")
+work_registry_size = private(_C, "_distributed_c10d._get_work_registry_size")
 
 
 # -- groups ---
 
-resolve_process_group = c10d._resolve_process_group
+resolve_process_group = private(c10d.__name__, "_resolve_process_group")
 
 
 def group_ranks(pg: dist.ProcessGroup) -> tuple[int, ...]:
@@ -113,9 +101,20 @@ def find_group(ranks: list[int], tag: str) -> dist.ProcessGroup | None:
     return c10d._find_pg_by_ranks_and_tag(tag, ranks)
 
 
+# Where compile_on_one_rank is set: in torch.distributed.config until 2.13, and deprecated there.
+ONE_RANK_CONFIG = torch.compiler.config
+if not hasattr(ONE_RANK_CONFIG, "compile_on_one_rank"):
+    ONE_RANK_CONFIG = dist.config
+
+
+def for_all_ranks() -> bool:
+    """Is one graph traced for all ranks?"""
+    return ONE_RANK_CONFIG.compile_on_one_rank
+
+
 def torch_ops_only() -> bool:
     """Does someone listen who knows torch's ops only: LocalTensorMode, or a trace for all ranks?"""
-    if dist.config.compile_on_one_rank and tracing():
+    if for_all_ranks() and tracing():
         return True
     local = None if torch.compiler.is_compiling() else sys.modules.get(_LOCAL_TENSOR)
     return local is not None and local.local_tensor_mode() is not None
@@ -239,11 +238,11 @@ def plain(x: torch.Tensor) -> bool:
 
 # By their own names here: they are asked in every call.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_profiling = torch.autograd._profiler_enabled
+_modes = private(_C, "_len_torch_dispatch_stack")
+_function_modes = private(_C, "_len_torch_function_stack")
+_profiling = private("torch.autograd", "_profiler_enabled")
 # Is any functorch transform active, whatever tensor is at hand?
-transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = private(_C, "_are_functorch_transforms_active")
 
 
 def wait_plain(x: torch.Tensor) -> None:
@@ -268,20 +267,25 @@ def has_tangent(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
-
-_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+below_autograd = private(_C, "_AutoDispatchBelowAutograd")
 
 
 def views_untracked() -> Any:
     """Inside, a view is a tensor of its own to autograd."""
-    return torch._C._ExcludeDispatchKeyGuard(_VIEWS)
+    return torch._C._ExcludeDispatchKeyGuard(_views())
+
+
+@functools.cache
+def _views() -> Any:
+    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 # An autograd.Function for use inside an op's autograd kernel: under torch.func.grad that kernel
 # runs for one level at a time.
-SingleLevelFunction = torch.autograd.function._SingleLevelFunction
-single_level_functions = _functorch_autograd.enable_single_level_autograd_function
+SingleLevelFunction = private("torch.autograd.function", "_SingleLevelFunction")
+single_level_functions = private(
+    "torch._functorch.autograd_function", "enable_single_level_autograd_function"
+)
 
 
 def traced_stack() -> Sequence[Any]:
@@ -419,3 +423,6 @@ def mesh_of_groups(
 ) -> DeviceMesh:
     """The mesh whose axes have these groups. Made so, it takes no time for each other group."""
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)
+
+
+say_what_is_missing(__name__)

@@ -79,7 +79,7 @@ def _resolve_group(group, tag=""):
             "Please switch to using ProcessGroup, DeviceMesh, or group name instead."
         )
         return _name_of_ranks(group, tag)
-    if dist.config.compile_on_one_rank:  # the name differs from rank to rank: not for the graph
+    if _torch.for_all_ranks():  # the name differs from rank to rank: not for the graph
         mesh, axis = group if isinstance(group, tuple) else (group, 0)
         if isinstance(mesh, DeviceMesh) and isinstance(axis, int):
             return _torch.mesh_process_group(mesh, axis)
@@ -105,7 +105,7 @@ def _resolve_group_name(group, tag=""):
 
 
 def _group_or_group_name(group):
-    return group if isinstance(group, str) or dist.config.compile_on_one_rank else group.group_name
+    return group if isinstance(group, str) or _torch.for_all_ranks() else group.group_name
 
 
 def _expand_group(group, tag=""):

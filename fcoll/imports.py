@@ -1,12 +1,16 @@
-"""Do something when a module is imported, or before it is, without importing it."""
+"""Do something when a module is imported, or before it is, without importing it; and import names
+that a version of torch need not have."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.abc
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -83,3 +87,130 @@ class _Loader(importlib.abc.Loader):
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
             self.finder.act()
+
+
+# -- private names of torch: they come and go ---
+
+#: The versions of torch that the tests are run on; pyproject.toml asks for one of them.
+TESTED = ("2.13", "2.14", "2.15")
+
+
+class MissingInTorch(RuntimeError):
+    """A feature needs a private name that this version of torch does not have."""
+
+
+def tested(version: str) -> bool:
+    """Are the tests run on this version of torch?
+
+    >>> tested("2.15.1+cpu"), tested("2.16.0")
+    (True, False)
+    """
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
+def warn_of_untested(version: str) -> None:
+    """Say so, once, where torch is not one of those: its private names may have changed."""
+    if not tested(version):
+        warnings.warn(
+            f"fcoll is tested with torch {TESTED[0]} to {TESTED[-1]}, this is {version}: what "
+            "needs a private name of torch that is gone raises MissingInTorch, which names it.",
+            stacklevel=2,
+        )
+
+
+def private(module: str, name: str = "", instead: Any = None) -> Any:
+    """A private name of torch, or a module; where this version has none, ``instead``, or else what
+    raises MissingInTorch when it is used.
+
+    >>> private("collections", "OrderedDict").__name__
+    'OrderedDict'
+    >>> private("collections", "DisorderedDict")()
+    Traceback (most recent call last):
+    fcoll.imports.MissingInTorch: ...has no collections.DisorderedDict...
+    """
+    try:
+        found = importlib.import_module(module)
+        for part in filter(None, name.split(".")):
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError):
+        return _Missing(f"{module}.{name}".rstrip(".")) if instead is None else instead
+
+
+def private_names(module: str, *names: str) -> list[Any]:
+    return [private(module, name) for name in names]
+
+
+def is_missing(found: Any) -> bool:
+    """Has this version of torch not the name that was asked for?"""
+    return isinstance(found, _Missing)
+
+
+class _Missing:
+    """In the place of a name that is not there. Nothing is an instance of it."""
+
+    def __init__(self, path: str) -> None:
+        self.__dict__["path"] = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise missing(self.path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own, asked of anything
+            raise AttributeError(name)
+        raise missing(self.path)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        path = self.path
+
+        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+            raise missing(path)
+
+        return (type("Missing", (), {"__new__": refuse}),)
+
+
+def missing(path: str) -> MissingInTorch:
+    version = getattr(sys.modules.get("torch"), "__version__", "?")
+    return MissingInTorch(
+        f"torch {version} has no {path}, which this needs. fcoll is tested with torch "
+        f"{TESTED[0]} to {TESTED[-1]}: install one of them, or a newer fcoll."
+    )
+
+
+def say_what_is_missing(module: str) -> None:
+    """Where torch is not a tested version, the functions of a module raise MissingInTorch instead
+    of an AttributeError or ImportError of a module of torch's. Elsewhere they stay as they are."""
+    names = vars(sys.modules[module])
+    if tested(sys.modules["torch"].__version__):
+        return
+    for name, value in list(names.items()):
+        if isinstance(value, FunctionType) and value.__module__ == module:
+            names[name] = _telling(value)
+
+
+def _telling(fn: Any) -> Any:
+    @functools.wraps(fn)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (AttributeError, ImportError) as error:
+            path = _name_in_torch(error)
+            if path is None:
+                raise
+            raise missing(path) from error
+
+    return told
+
+
+def _name_in_torch(error: AttributeError | ImportError) -> str | None:
+    """The name of torch's that an error is about, None if it is about something else."""
+    if isinstance(error, ImportError):
+        return error.name if (error.name or "").partition(".")[0] == "torch" else None
+    owner = error.obj
+    path = getattr(owner, "__name__", "") if isinstance(owner, (ModuleType, type)) else ""
+    if isinstance(owner, type):
+        path = f"{owner.__module__}.{path}"
+    return f"{path}.{error.name}" if path.partition(".")[0] == "torch" else None

@@ -1,7 +1,7 @@
 """The private torch._inductor and torch._dynamo APIs that inductor_ext uses; no other file but
 ``stock/_torch.py`` names one. Importing this file imports Inductor, which takes 1 s.
 
-Tested with torch 2.13.0.
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as _symm_mem
-from torch._inductor import comm_lowering as _comm_lowering
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as _inductor_config
 from torch._inductor import custom_graph_pass as _custom_graph_pass
@@ -24,11 +22,9 @@ from torch._inductor import lowering as _lowering  # type: ignore[attr-defined]
 from torch._inductor import virtualized as _virtualized
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import wrapper as _wrapper
-from torch._library.fake_class_registry import FakeScriptObject
-from torch._subclasses import fake_tensor as _fake_tensor
-from torch.utils import _pytree
 
 from fcoll.graph._torch import op_only_allocates
+from fcoll.imports import private, say_what_is_missing
 
 # -- Inductor ---
 
@@ -39,19 +35,24 @@ CustomGraphPass = _custom_graph_pass.CustomGraphPass
 # The nodes that graphs are lowered to, and the table op -> lowering.
 ir, lowering = _ir, _lowering
 # Kernels of collectives and of their waits: their inputs live until the wait.
-CollectiveKernel, WaitKernel = _ir._CollectiveKernel, _ir._WaitKernel
+CollectiveKernel = private("torch._inductor.ir", "_CollectiveKernel")
+WaitKernel = private("torch._inductor.ir", "_WaitKernel")
 # V.graph is the graph that is being lowered; ops are what the body of a loop may do.
 V, ops = _virtualized.V, _virtualized.ops
 # Apply a function to all leaves of a result: a tensor or a list of them.
-tree_map = _pytree.tree_map
+tree_map = private("torch.utils._pytree", "tree_map")
 # Run real collectives while a graph is traced with fake tensors.
-unset_fake_temporarily = _fake_tensor.unset_fake_temporarily
+unset_fake_temporarily = private("torch._subclasses.fake_tensor", "unset_fake_temporarily")
+FakeScriptObject = private("torch._library.fake_class_registry", "FakeScriptObject")
+_comm_lowering = private("torch._inductor.comm_lowering")
 
 # torch's symmetric memory: a tensor in it, what every rank of a group does with one to reach the
 # peers', and the bytes that a rank has for signals.
-symmetric_empty = _symm_mem.empty
-rendezvous = _symm_mem.rendezvous
-signal_pad_size = _symm_mem.get_signal_pad_size
+_SYMM_MEM = "torch.distributed._symmetric_memory"
+_symm_mem = private(_SYMM_MEM)
+symmetric_empty = private(_SYMM_MEM, "empty")
+rendezvous = private(_SYMM_MEM, "rendezvous")
+signal_pad_size = private(_SYMM_MEM, "get_signal_pad_size")
 
 # torch's own ops that are lowered here as well.
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
@@ -136,7 +137,7 @@ def comm_buffers_on_cpu(on: bool) -> None:
     _wrapper.AllocateLine._codegen_comm_buffer = made_here  # type: ignore[method-assign]
 
 
-_stock_allocate = _wrapper.AllocateLine._codegen_comm_buffer
+_stock_allocate = private("torch._inductor.codegen.wrapper", "AllocateLine._codegen_comm_buffer")
 
 
 def _allocate_comm_buffer(line: Any, code: Any) -> None:
@@ -197,3 +198,6 @@ def _operations(node: Any) -> list[str]:
 def is_generated(operation: str) -> bool:
     """Has the code of an operation been written already, in the graph that is being generated?"""
     return operation in V.graph.scheduler.completed_operations
+
+
+say_what_is_missing(__name__)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fcoll import compat
-from fcoll._torch import work_registry_size
+from fcoll._torch import ONE_RANK_CONFIG, work_registry_size
 
 Tensor = torch.Tensor
 
@@ -232,10 +232,10 @@ def local_tensor_and_one_rank(rank: int) -> list[Any]:
     left = work_registry_size()
     mesh = init_device_mesh("cpu", (2, 2))
     backend = Capture()
-    dist.config.compile_on_one_rank = True
+    ONE_RANK_CONFIG.compile_on_one_rank = True
     step = torch.compile(lambda x: funcol.all_reduce(x, "sum", (mesh, 1)) * 2, backend=backend)
     step(torch.ones(2))
-    dist.config.compile_on_one_rank = False
+    ONE_RANK_CONFIG.compile_on_one_rank = False
     dist.destroy_process_group()
     return [same, left, backend.ops]
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports from the lines above its own. A package is one entry.
 LAYERS = (
-    ("imports", "_torch", "source", "units", "plugins", "lobby"),
+    ("imports",),
+    ("_torch", "source", "units", "plugins", "lobby"),
     ("errors",),
     ("groups", "reductions"),
     ("transport",),

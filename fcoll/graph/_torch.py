@@ -1,4 +1,5 @@
-"""The private torch APIs that reading a graph takes. Tested with torch 2.13.0."""
+"""The private torch APIs that reading a graph takes. Tested with torch 2.13.0,
+2.14.1 and 2.15.0, which all have these names."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 
 import sympy
 import torch
-import torch.utils._sympy.functions as sympy_functions
 from torch.utils.flop_counter import flop_registry
 
 from fcoll._torch import op_name as op_name
+from fcoll.imports import is_missing, private, say_what_is_missing
 
 # -- calls ---
 
@@ -140,9 +141,10 @@ def symbol_name(size: Any) -> str | None:
 
 
 #: The functions that torch's expressions of sizes have besides sympy's own.
+_sympy_functions = private("torch.utils._sympy.functions")
 SYMPY_FUNCTIONS = {
     name: fn
-    for name, fn in vars(sympy_functions).items()
+    for name, fn in ({} if is_missing(_sympy_functions) else vars(_sympy_functions)).items()
     if isinstance(fn, type) and issubclass(fn, sympy.Function)
 }
 
@@ -157,3 +159,6 @@ def symbol_value(node: Any, symbol: Any) -> int | None:
 
 
 _ENDLESS = 2**48  # torch has bounds such as 2**63 - 1 for what has none
+
+
+say_what_is_missing(__name__)

@@ -94,7 +94,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def has_named_group(node: Node) -> bool:
     """Is a collective's group a name? A graph for all ranks gets the group as a value, because its
-    name differs between them (``torch.distributed.config.compile_on_one_rank``)."""
+    name differs between them (``compile_on_one_rank`` of torch)."""
     return isinstance(arguments(node).get("group_name", ""), str)
 
 

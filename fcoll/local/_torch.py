@@ -1,6 +1,6 @@
 """The private torch APIs that ``fcoll.local`` uses. No other file of the package names one.
 
-Tested with torch 2.13.0. Each name says what it is needed for. Nothing here imports DTensor:
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names. Nothing imports DTensor:
 ``fcoll.local`` can be served in place of torch's module before DTensor binds names from it.
 """
 
@@ -16,27 +16,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._C._distributed_c10d import FakeWork, PythonCallbackWork
-from torch._C._functorch import (
-    _add_batch_dim,
-    _remove_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-)
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed.distributed_c10d import (
-    ProcessGroup,
-    Work,
-    _check_op,
-    _get_default_group,
-    _resolve_process_group,
-)
-from torch.fx.experimental._constant_symnode import ConstantIntNode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    return_and_correct_aliasing,
-)
+from torch.distributed.distributed_c10d import ProcessGroup, Work
+
+from fcoll.imports import private, private_names, say_what_is_missing
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -56,16 +38,36 @@ __all__ = [
     "resolve_group",
 ]
 
+FakeWork, PythonCallbackWork = private_names(
+    "torch._C._distributed_c10d", "FakeWork", "PythonCallbackWork"
+)
+_add_batch_dim, _remove_batch_dim = private_names(
+    "torch._C._functorch", "_add_batch_dim", "_remove_batch_dim"
+)
+_vmap_decrement_nesting, _vmap_increment_nesting = private_names(
+    "torch._C._functorch", "_vmap_decrement_nesting", "_vmap_increment_nesting"
+)
+FakeTensor, FakeTensorMode = private_names(
+    "torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"
+)
+FunctionalTensor = private("torch._subclasses.functional_tensor", "FunctionalTensor")
+check_p2p_op, default_group, _resolve_process_group = private_names(
+    "torch.distributed.distributed_c10d",
+    *("_check_op", "_get_default_group", "_resolve_process_group"),
+)
+ConstantIntNode = private("torch.fx.experimental._constant_symnode", "ConstantIntNode")
+_get_current_dispatch_mode_stack, correct_aliasing = private_names(
+    "torch.utils._python_dispatch",
+    *("_get_current_dispatch_mode_stack", "return_and_correct_aliasing"),
+)
+
 AsyncCollectiveTensor = funcol.AsyncCollectiveTensor
 ScriptObject = torch._C.ScriptObject
-check_p2p_op = _check_op
-correct_aliasing = return_and_correct_aliasing
-default_group = _get_default_group
-disable_dynamo = torch._disable_dynamo
+disable_dynamo = private("torch", "_disable_dynamo")
 # Results keep the type that dispatch gave them, and a call costs 3 us less.
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function = private("torch._C", "_disabled_torch_function_impl")
 # LocalIntNode's comparisons return it: what SymBool wraps.
-constant_bool = torch._C._get_constant_bool_symnode
+constant_bool = private("torch._C", "_get_constant_bool_symnode")
 
 # In a dispatch handler all keys above Python are switched off, vmap's too: these bring it back.
 _VMAP_KEYS = (
@@ -257,3 +259,6 @@ def numel(shape: Any) -> int:
     for size in shape:
         product *= int(size)
     return product
+
+
+say_what_is_missing(__name__)

@@ -1,4 +1,5 @@
-"""The private torch APIs that timing a real run takes. Tested with torch 2.13.0."""
+"""The private torch APIs that timing a real run takes. Tested with torch 2.13.0,
+2.14.1 and 2.15.0, which all have these names."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from fcoll.imports import say_what_is_missing
 
 _BACKEND_SELECT, _META = torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.Meta
 
@@ -41,3 +44,6 @@ def find_op(name: str) -> Any:
         return None
     space, _, short = name.partition("::")
     return getattr(getattr(torch.ops, space), short).default
+
+
+say_what_is_missing(__name__)

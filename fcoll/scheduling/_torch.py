@@ -1,5 +1,5 @@
 """torch's own scheduler of FX graphs, for comparison, and graph modules whose code is made when
-they are first called. Tested with torch 2.13.0."""
+they are first called. Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from fcoll.imports import private, say_what_is_missing
+
+_LazyGraphModule = private("torch.fx._lazy_graph_module", "_LazyGraphModule", fx.GraphModule)
 
 
 def overlap_scheduler_order(
@@ -90,3 +93,6 @@ def _estimation(
 def lazy_graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Most changed graphs are planned and never run: their code took a fifth of the time."""
     return _LazyGraphModule(root, graph)
+
+
+say_what_is_missing(__name__)

@@ -1,7 +1,8 @@
 """The private torch APIs of sharded tensors. No other file of this folder names one.
 
-Tested with torch 2.13.0. The types are plain data that torch's checkpoints are made of: ours are
-the same, so that a checkpoint written by one is read by the other.
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names. The types
+are plain data that torch's checkpoints are made of: ours are the same, so that a checkpoint written
+by one is read by the other.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec as ChunkSha
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
 from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
 from torch.distributed.remote_device import _remote_device as RemoteDevice
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from fcoll.imports import private, say_what_is_missing
 
 __all__ = ["RemoteDevice"]
 
+_compute_local_shape_and_global_offset = private(
+    "torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset"
+)
+
 #: What unpickles a tensor of a subclass: (func, its type, args, its state) -> the tensor.
-rebuild_of_type = torch._tensor._rebuild_from_type_v2
+rebuild_of_type = private("torch._tensor", "_rebuild_from_type_v2")
 
 #: torch's own class, also while serve_torch gives its name to ours
 TheirShardedTensor = _sharded_tensor.ShardedTensor
 
 #: what nn.Module.to asks before it overwrites a parameter through .data
-SHALLOW_COPY_CHECKS = (torch._has_compatible_shallow_copy_type,)
+SHALLOW_COPY_CHECKS = (private("torch", "_has_compatible_shallow_copy_type"),)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -118,3 +124,6 @@ def replace_everywhere(ours: dict[tuple[str, str], Any]) -> list[tuple[Any, str,
                 replaced.append((module, name, value))
                 setattr(module, name, by_id[id(value)])
     return replaced
+
+
+say_what_is_missing(__name__)

@@ -1,4 +1,7 @@
-"""Private names of torch, and of Python's warnings, that simulated ranks need. Torch 2.13.0."""
+"""Private names of torch, and of Python's warnings, that simulated ranks need.
+
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ import torch.distributed as dist
 import torch.distributed.c10d_logger as _logger
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
+
+from fcoll.imports import private, say_what_is_missing
+
+FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
+tree_map_only = private("torch.utils._pytree", "tree_map_only")
 
 TorchAsyncCollectiveTensor = torch.distributed._functional_collectives.AsyncCollectiveTensor
 
@@ -25,14 +31,14 @@ c10d_logger = _logger
 RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 
 # The C++ registries of groups and of outstanding work, by thread
-isolate_threads = torch._C._distributed_c10d._set_thread_isolation_mode
-unregister_all_groups = c10d._unregister_all_process_groups
-set_global_rank = torch._C._distributed_c10d._set_global_rank
-register_in_world = c10d._register_pg_in_world
-find_group = c10d._find_pg_by_ranks_and_tag
+isolate_threads = private("torch._C._distributed_c10d", "_set_thread_isolation_mode")
+unregister_all_groups = private(c10d.__name__, "_unregister_all_process_groups")
+set_global_rank = private("torch._C._distributed_c10d", "_set_global_rank")
+register_in_world = private(c10d.__name__, "_register_pg_in_world")
+find_group = private(c10d.__name__, "_find_pg_by_ranks_and_tag")
 BackendConfig = c10d.BackendConfig
 DEFAULT_TIMEOUT = c10d.default_pg_timeout
-PYTHON_WORLD = c10d._World
+PYTHON_WORLD = private(c10d.__name__, "_World")
 
 #: The code of init_process_group itself, inside its decorators
 INIT_CODE = inspect.unwrap(c10d.init_process_group).__code__
@@ -104,3 +110,6 @@ def caller_is(code: Any, depth: int) -> bool:
 def is_faking() -> bool:
     """Does this thread run on fake tensors, as a trace does?"""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+say_what_is_missing(__name__)

@@ -1,4 +1,5 @@
-"""The private torch APIs that tracing uses. Tested with torch 2.13.0; each says what it is for."""
+"""The private torch APIs that tracing uses. Tested with torch 2.13.0, 2.14.1 and 2.15.0,
+which all have these names; each says what it is for."""
 
 from __future__ import annotations
 
@@ -14,29 +15,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import FakeWork
-from torch._guards import TracingContext
-from torch._guards import detect_fake_mode as detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import tree_iter
 
 from fcoll._torch import op_name as op_name
 from fcoll.graph._torch import call_arguments as call_arguments
+from fcoll.imports import private, private_names, say_what_is_missing
+
+
+class _Never(Exception):
+    """In the place of an exception that this version of torch does not have."""
+
+
+FakeWork = private("torch._C._distributed_c10d", "FakeWork")
+TracingContext, detect_fake_mode = private_names(
+    "torch._guards", "TracingContext", "detect_fake_mode"
+)
+FakeTensor, FakeTensorMode = private_names(
+    "torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"
+)
+_engine_run_backward = private("torch.autograd.graph", "_engine_run_backward")
+_LazyGraphModule = private("torch.fx._lazy_graph_module", "_LazyGraphModule", torch.fx.GraphModule)
+ShapeEnv = private("torch.fx.experimental.symbolic_shapes", "ShapeEnv")
+_disable_current_modes, is_traceable_wrapper_subclass = private_names(
+    "torch.utils._python_dispatch", "_disable_current_modes", "is_traceable_wrapper_subclass"
+)
+tree_iter = private("torch.utils._pytree", "tree_iter")
 
 # -- in place of what is there ---
 
@@ -74,9 +79,9 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 #: What asking for a value that a trace does not have raises.
 NO_VALUE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
+    private("torch._subclasses.fake_tensor", "DataDependentOutputException", _Never),
+    private("torch._subclasses.fake_tensor", "DynamicOutputShapeException", _Never),
+    private("torch.fx.experimental.symbolic_shapes", "GuardOnDataDependentSymNode", _Never),
 )
 
 
@@ -316,10 +321,10 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
 # -- where the autograd engine is ---
 
 #: The frame below which Python runs on behalf of the engine.
-ENGINE_CODE = _engine_run_backward.__code__
+ENGINE_CODE = getattr(_engine_run_backward, "__code__", None)
 
 #: The frame of a module's call, hooks and all.
-MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
+MODULE_CALL_CODE = private("torch.nn", "Module._call_impl.__code__", "none")
 
 
 def sequence_nr() -> int:
@@ -441,3 +446,6 @@ def work_of(out: Any) -> dist.Work | None:
     """The handle among the results of an op of c10d."""
     last = out[-1] if isinstance(out, (tuple, list)) else out
     return dist.Work.unbox(last) if isinstance(last, torch.ScriptObject) else None
+
+
+say_what_is_missing(__name__)

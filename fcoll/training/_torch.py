@@ -1,6 +1,6 @@
 """The private torch APIs of gradient buckets. No other file of this folder names one.
 
-Tested with torch 2.13.0. Each name says what it is needed for.
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
+from fcoll.imports import say_what_is_missing
 
 
 def at_end_of_backward(fn: Callable[[], None]) -> None:
@@ -121,3 +123,6 @@ def futures_with_tensors() -> Any:
         return None if work is None else _Handle(work, tensor)
 
     return replaced_in_dist({"all_reduce": all_reduce})
+
+
+say_what_is_missing(__name__)

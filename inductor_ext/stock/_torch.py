@@ -1,6 +1,6 @@
 """The private torch names of this folder. None of them imports Inductor, which takes 1 s.
 
-Tested with torch 2.13.0.
+Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
+
+from fcoll.imports import say_what_is_missing
 
 _COMPILER = "torch._inductor.compile_fx"
 _PARTITIONER = "torch._functorch.partitioners"
@@ -54,3 +56,6 @@ def patch_partitioner(
             in_backward(node) or (has_effect(node) and is_backward(node))
         ),
     )
+
+
+say_what_is_missing(__name__)

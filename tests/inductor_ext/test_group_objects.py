@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 import inductor_ext
+from fcoll._torch import ONE_RANK_CONFIG
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 c10d = torch.ops._c10d_functional
@@ -83,7 +84,7 @@ def test_make_fx(shared2):
 
 @pytest.mark.parametrize("one_rank", [False, True])
 def test_trace(one_rank):
-    with fcoll.fake_world(tp=4) as mesh, dist.config.patch(compile_on_one_rank=one_rank):
+    with fcoll.fake_world(tp=4) as mesh, ONE_RANK_CONFIG.patch(compile_on_one_rank=one_rank):
         group = mesh.get_group("tp")
 
         def step(x):
@@ -112,7 +113,7 @@ def compiled(rank, accelerate):
     acceleration = fcoll.accelerate_c10d() if accelerate else None
     inductor_ext.install()
     try:
-        with dist.config.patch(compile_on_one_rank=True):
+        with ONE_RANK_CONFIG.patch(compile_on_one_rank=True):
             for fn in (over_mesh, over_group):
                 torch._dynamo.reset()
                 (first, second), [code] = run_and_get_code(torch.compile(fn, fullgraph=True), x)

@@ -1,4 +1,5 @@
-"""Private names of torch that batched ranks need. Tested with torch 2.13.0."""
+"""Private names of torch that batched ranks need. Tested with torch 2.13.0, 2.14.1 and
+2.15.0, which all have these names."""
 
 from __future__ import annotations
 
@@ -12,23 +13,26 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch._C._distributed_c10d import FakeWork
-from torch._C._functorch import (
-    CInterpreter,
-    TransformType,
-    _add_batch_dim,
-    _remove_batch_dim,
-    _unwrap_batched,
-    get_interpreter_stack,
-    peek_interpreter_stack,
-    pop_dynamic_layer_stack,
-    push_dynamic_layer_stack,
-)
-from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
+from fcoll.imports import private, private_names, say_what_is_missing
 from fcoll.source import is_library
+
+FakeWork = private("torch._C._distributed_c10d", "FakeWork")
+TransformType, _add_batch_dim, _remove_batch_dim, _unwrap_batched = private_names(
+    "torch._C._functorch",
+    *("TransformType", "_add_batch_dim", "_remove_batch_dim", "_unwrap_batched"),
+)
+get_interpreter_stack, peek_interpreter_stack = private_names(
+    "torch._C._functorch", "get_interpreter_stack", "peek_interpreter_stack"
+)
+pop_dynamic_layer_stack, push_dynamic_layer_stack = private_names(
+    "torch._C._functorch", "pop_dynamic_layer_stack", "push_dynamic_layer_stack"
+)
+lazy_load_decompositions, vmap_increment_nesting = private_names(
+    "torch._functorch.vmap", "lazy_load_decompositions", "vmap_increment_nesting"
+)
 
 # -- levels of vmap ---
 
@@ -47,7 +51,7 @@ def depth() -> int:
 
 def vmap_sizes() -> list[tuple[int, int]]:
     """(level, batch size) of the vmaps that are active, the outermost first."""
-    stack: list[CInterpreter] = get_interpreter_stack() or []
+    stack: list[Any] = get_interpreter_stack() or []
     return [
         (i.level(), torch._C._functorch.CVmapInterpreterPtr(i).batchSize())
         for i in stack
@@ -300,3 +304,6 @@ def _for_users(ask: Callable[..., Any], original: Callable[..., Any]) -> Callabl
         return ask(*args, **kwargs)
 
     return method
+
+
+say_what_is_missing(__name__)

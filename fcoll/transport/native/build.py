@@ -1,8 +1,8 @@
 """Compile the C++ once, at first use, and load it.
 
-The library is cached under the hash of its sources, the exact torch version (the classes it
-derives from change between versions) and the CPU's instruction set. A lock lets one of many ranks
-compile while the others wait; if it fails, they fail with it.
+The library is cached under the hash of its sources and the exact torch version (the classes it
+derives from change between versions). A lock lets one of many ranks compile while the others wait;
+if it fails, they fail with it.
 
 Beside it is an extension module of Python's, ``fast``, one for each version of Python, where
 Python's headers are installed. Nothing but speed depends on it.
@@ -132,9 +132,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _compiler(beside: Path, march: str = "native") -> Iterator[Compiler]:
+def _compiler(beside: Path) -> Iterator[Compiler]:
     made = tempfile.TemporaryDirectory(dir=beside, prefix="building-")
-    with made as folder, Compiler(Path(folder), march) as compiler:
+    with made as folder, Compiler(Path(folder)) as compiler:
         yield compiler
 
 
@@ -174,7 +174,7 @@ def make_prebuilt() -> Path:
     extension = _extension_path(library)
     library.parent.mkdir(exist_ok=True)
     log = Path(tempfile.gettempdir(), "fcoll-wheel.log")
-    with _compiler(library.parent, prebuilt.LEVEL) as compiler:
+    with _compiler(library.parent) as compiler:
         _library(compiler, library, log, extension is not None)
         if extension:
             _extension(compiler, library, extension, log)

@@ -18,28 +18,6 @@ from pathlib import Path
 
 from fcoll.transport.native.compiler import FLAGS, BuildFailed, find_compiler
 
-CPUINFO = Path("/proc/cpuinfo")
-# The extensions that a compiler uses by itself with -march=native. The other flags of a CPU (its
-# bugs, its virtual machine, its clocks) change from boot to boot.
-_EXTENSIONS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "gfni", "vaes", "vpclmul", "apx")
-_MORE_EXTENSIONS = frozenset(
-    [
-        "f16c",
-        "abm",
-        "popcnt",
-        "movbe",
-        "adx",
-        "aes",
-        "pclmulqdq",
-        "sha_ni",
-        "cx16",
-        "lahf_lm",
-        "xop",
-        "tbm",
-        "3dnowprefetch",
-    ]
-)
-
 KEPT = 8  # entries that stay however old they are: a few versions of torch and of fcoll
 OLD_S = 24 * 3600.0
 
@@ -51,29 +29,15 @@ def cache_dir() -> Path:
 
 
 def key_of(sources: Sequence[Path], torch_version: str) -> str:
-    """Differs where another library is needed. It needs no compiler: a library that is there is
-    loaded on machines that have none."""
+    """Differs where another library is needed; not with the CPU, whose instructions are looked up
+    when the library is loaded (kernels.cpp), so that machines of several kinds share one. It needs
+    no compiler: a library that is there is loaded on machines that have none."""
     digest = hashlib.sha256()
-    for part in (torch_version, instruction_set(), " ".join(FLAGS)):
+    for part in (torch_version, platform.machine(), " ".join(FLAGS)):
         digest.update(part.encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def instruction_set() -> str:
-    """What -march=native may make use of, as far as code depends on it.
-
-    >>> "sse2" in instruction_set().split() or platform.machine() != "x86_64"
-    True
-    """
-    try:
-        lines = CPUINFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    flags = {f for f in line.split() if f.startswith(_EXTENSIONS) or f in _MORE_EXTENSIONS}
-    return " ".join([platform.machine(), *sorted(flags)])
 
 
 # -- failures ---

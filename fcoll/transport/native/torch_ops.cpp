@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Functional.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <ATen/ops/empty.h>
@@ -202,6 +203,42 @@ ProcessGroup process_group(const c10::IValue& given) {
   return c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(given.toCapsule());
 }
 
+// A reduce op as torch's all_reduce is given it: its name; from torch 2.15 on a name or an object.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+using GivenOp = std::string;
+
+const std::string& name_of(const std::string& op) { return op; }
+const std::string& as_torchs(const std::string& op) { return op; }
+#else
+using GivenOp = const c10::IValue&;
+using TorchsOp = c10d::ReduceOp;
+
+const std::pair<const char*, TorchsOp::RedOpType> TORCHS_OPS[] = {
+    {"sum", TorchsOp::SUM}, {"avg", TorchsOp::AVG},   {"product", TorchsOp::PRODUCT},
+    {"min", TorchsOp::MIN}, {"max", TorchsOp::MAX},   {"band", TorchsOp::BAND},
+    {"bor", TorchsOp::BOR}, {"bxor", TorchsOp::BXOR},
+};
+
+c10::intrusive_ptr<TorchsOp> as_torchs(const c10::IValue& given) {
+  if (given.isString()) {
+    for (auto& [name, type] : TORCHS_OPS)
+      if (given.toStringRef() == name) return c10::make_intrusive<TorchsOp>(type);
+    TORCH_CHECK(false, "Unrecognized reduce_op: ", given.toStringRef());
+  }
+  if (!given.isCapsule()) return given.toCustomClass<TorchsOp>();
+  return c10::static_intrusive_pointer_cast<TorchsOp>(given.toCapsule());
+}
+
+// Empty if it has none: a sum with a factor.
+std::string name_of(const c10::IValue& given) {
+  if (given.isString()) return given.toStringRef();
+  auto op = as_torchs(given);
+  for (auto& [name, type] : TORCHS_OPS)
+    if (op->op_ == type) return name;
+  return "";
+}
+#endif
+
 bool has_its_name(const ProcessGroup& group) {
   try {
     return c10d::resolve_process_group(group->getGroupName()) == group;
@@ -221,18 +258,19 @@ GroupPtr shared_memory_of(const ProcessGroup& group) {
   return connect.call(name) ? group_named(name, group.get()) : nullptr;
 }
 
-Tensor c10d_all_reduce(const Tensor& input, std::string op, const c10::IValue& given) {
+Tensor c10d_all_reduce(const Tensor& input, GivenOp op, const c10::IValue& given) {
   auto group = process_group(given);
-  if (!shared_memory_of(group)) return c10d::all_reduce(input, op, group);
-  return all_reduce(input, op, group->getGroupName(), "sum");
+  if (name_of(op).empty() || !shared_memory_of(group))
+    return c10d::all_reduce(input, as_torchs(op), group);
+  return all_reduce(input, name_of(op), group->getGroupName(), "sum");
 }
 
-Tensor& c10d_all_reduce_(Tensor& input, std::string op, const c10::IValue& given) {
+Tensor& c10d_all_reduce_(Tensor& input, GivenOp op, const c10::IValue& given) {
   auto group = process_group(given);
   auto g = shared_memory_of(group);
-  auto found = OPS.find(op);
+  auto found = OPS.find(name_of(op));
   if (!g || found == OPS.end() || !reduces(input, found->second) || !input.is_contiguous())
-    return c10d::all_reduce_(input, op, group);
+    return c10d::all_reduce_(input, as_torchs(op), group);
   auto s = sign("all_reduce", input, {.op = int64_t(found->second)});
   guarded([&] {
     g->run(Call::all_reduce(input.numel(), type_of(input), found->second).signed_by(s),

@@ -1,4 +1,5 @@
-"""setuptools' build backend, and a wheel that carries the C++ part compiled for any recent x86_64.
+"""setuptools' build backend, and a wheel that carries the C++ part, compiled for one torch (2.13.0,
+or FCOLL_TORCH) and any x86_64.
 
 Where it cannot be compiled the wheel goes without it: it is compiled at the first collective then.
 An editable install has none either.
@@ -6,9 +7,9 @@ An editable install has none either.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ ROOT = Path(__file__).parents[4]
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """The torch that the wheel is for: its classes change between versions."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    torch = [name for name in project["dependencies"] if name.startswith("torch")]
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *torch, "numpy"]
+    """The torch that the wheel's C++ part is for, whose classes change between versions."""
+    torch = os.environ.get("FCOLL_TORCH", "2.13.0")
+    needed = build_meta.get_requires_for_build_wheel(config_settings)
+    return [*needed, f"torch=={torch}", "sympy", "numpy"]
 
 
 def build_wheel(
