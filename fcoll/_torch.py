@@ -282,7 +282,9 @@ def _views() -> Any:
 
 # An autograd.Function for use inside an op's autograd kernel: under torch.func.grad that kernel
 # runs for one level at a time.
-SingleLevelFunction = private("torch.autograd.function", "_SingleLevelFunction")
+SingleLevelFunction = private(
+    "torch.autograd.function", "_SingleLevelFunction", instead=torch.autograd.Function
+)
 single_level_functions = private(
     "torch._functorch.autograd_function", "enable_single_level_autograd_function"
 )

@@ -63,7 +63,7 @@ _get_current_dispatch_mode_stack, correct_aliasing = private_names(
 
 AsyncCollectiveTensor = funcol.AsyncCollectiveTensor
 ScriptObject = torch._C.ScriptObject
-disable_dynamo = private("torch", "_disable_dynamo")
+disable_dynamo = private("torch", "_disable_dynamo", instead=lambda fn: fn)
 # Results keep the type that dispatch gave them, and a call costs 3 us less.
 disabled_torch_function = private("torch._C", "_disabled_torch_function_impl")
 # LocalIntNode's comparisons return it: what SymBool wraps.

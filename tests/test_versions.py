@@ -1,0 +1,127 @@
+"""On a version of torch that is not known: one warning, no error at import, and what needs a name
+that is gone says so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fcoll import imports
+
+ROOT = Path(__file__).parent.parent
+
+UNKNOWN = """
+import warnings
+import torch, torch.distributed as dist, torch.distributed.tensor  # it needs them itself
+torch.__version__ = "2.99.0"
+warnings.simplefilter("error")
+
+def raises(fn, *args):
+    try:
+        fn(*args)
+    except imports.MissingInTorch as error:
+        return str(error)
+    raise AssertionError("it did not raise")
+"""
+
+IMPORT_ALL = """
+import importlib, pkgutil
+
+def import_all():
+    for package in (fcoll, inductor_ext):
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not found.name.endswith(("__main__", ".wheel", ".backend")):
+                importlib.import_module(found.name)
+"""
+
+
+def run(program: str) -> None:
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_that_are_gone_are_told_when_they_are_used():
+    """Taken out of torch: what is imported, what is asked for in a function, a class's base."""
+    run(
+        UNKNOWN
+        + """
+del torch._C._distributed_c10d.FakeWork, torch._C._current_graph_task_id
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import fcoll
+    from fcoll import imports
+    import fcoll.training._torch, fcoll.local
+ours = [w for w in told if "fcoll is tested with" in str(w.message)]
+assert len(ours) == 1 and "this is 2.99.0" in str(ours[0].message), told
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert fcoll.all_reduce(torch.ones(2)).tolist() == [1, 1]  # what does not need them works
+dist.destroy_process_group()
+
+said = raises(fcoll.training._torch.backward_pass)
+assert said.startswith("torch 2.99.0 has no torch._C._current_graph_task_id"), said
+assert "2.13 to 2.15" in said
+assert "torch._C._distributed_c10d.FakeWork" in raises(fcoll.local._torch.done)
+"""
+    )
+
+
+def test_without_any_of_the_names_everything_imports():
+    run(
+        IMPORT_ALL
+        + """
+import fcoll  # without torch, so that nothing else is imported yet
+from fcoll import imports
+
+def gone(module, name="", instead=None):
+    asked.append(name)
+    return imports._Missing(f"{module}.{name}") if instead is None else instead
+
+asked, imports.private = [], gone
+import torch, inductor_ext
+import_all()
+assert len(asked) > 60, len(asked)
+"""
+    )
+
+
+def test_a_stand_in():
+    gone = imports.private("torch._C", "_no_such_name")
+    assert imports.is_missing(gone) and not imports.is_missing(imports.private("torch", "Tensor"))
+    assert not isinstance(1, gone) and not isinstance(1, (str, gone))
+    for use in (lambda: gone(1), lambda: gone.attribute, lambda: type("A", (Base,), {})()):
+        with pytest.raises(imports.MissingInTorch, match=r"has no torch\._C\._no_such_name"):
+            use()
+    assert not hasattr(gone, "__wrapped__")
+    assert imports.private("torch._C", "_no_such_name", instead=3) == 3
+
+
+class Base(imports.private("torch._C", "_no_such_name")):
+    """A class may have a base that is gone; it has no instances then."""
+
+
+def test_errors_of_others_stay_as_they_are():
+    for error in (AttributeError("x", name="x", obj=3), ImportError("y", name="numpy.nix")):
+        assert imports._name_in_torch(error) is None
+
+
+def test_the_versions_stand_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = [name for name in project["dependencies"] if name.startswith("torch")]
+    last = int(imports.TESTED[-1].split(".")[1])
+    assert asked == f"torch>={imports.TESTED[0]},<2.{last + 1}"
+    assert re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)[1] == "2.13.0"
+
+
+def test_known_versions_are_not_warned_of(recwarn):
+    for version in ("2.13.0", "2.14.1+cu130", "2.15.0a0"):
+        imports.warn_of_untested(version)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"torch 2\.13 to 2\.15, this is 2\.16\.0"):
+        imports.warn_of_untested("2.16.0")
