@@ -136,8 +136,16 @@ def _wrap_tensor_autograd(input):
     return _maybe_wrap_tensor(input)
 
 
+def _maybe_wrap_tensors(tensors):  # from torch 2.15 on, as wait_tensors
+    return [_maybe_wrap_tensor(tensor) for tensor in tensors]
+
+
 def wait_tensor(tensor):
     return functions.wait_tensor(tensor)
+
+
+def wait_tensors(tensors):
+    return [functions.wait_tensor(tensor) for tensor in tensors]
 
 
 # -- collectives ---
@@ -307,6 +315,16 @@ def all_gather_inplace(tensor_list, tensor, group=None, async_op=False, tag=""):
     return tensor_list
 
 
+def reduce_scatter_inplace(output, input_list, op="sum", group=None, async_op=False, tag=""):
+    """From torch 2.15 on: dist.reduce_scatter of a list."""
+    _synchronous(async_op)
+    if not all([t.size() == output.size() for t in input_list]):
+        raise AssertionError("reduce_scatter: all tensors of input_list must have output's size")
+    whole = torch.cat([t.reshape(-1) for t in input_list])
+    out = reduce_scatter_single(whole, op, 0, group, tag)
+    return output.copy_(out.reshape(output.shape))
+
+
 # -- between two ranks: peers are global ranks, as in torch.distributed ---
 
 
@@ -349,6 +367,11 @@ def irecv_inplace(tensor, src, tag=0, group=None, group_src=-1):
     return _received(tensor, torch.ops.fcoll.irecv(tensor, peer, tag + PLAIN, name))
 
 
+# From torch 2.15 on dst and src have defaults: group_dst and group_src may be given instead.
+isend_inplace.__defaults__ = _THEIRS["isend_inplace"].__defaults__
+irecv_inplace.__defaults__ = _THEIRS["irecv_inplace"].__defaults__
+
+
 def batch_p2p_ops_inplace(op_list, peer_list, tag_list, tensors, group_name):
     name = _resolve_group_name(group_name or dist.group.WORLD)
     peers = [_peer("peer", name, peer) for peer in peer_list]
@@ -385,13 +408,14 @@ _REMAPPED: dict[str, Callable[..., Any]] = {
     "_remapped_allreduce": all_reduce_inplace,
     "_remapped_all_to_all_single": all_to_all_inplace,
     "_remapped_all_gather": all_gather_inplace,
+    "_remapped_reduce_scatter": reduce_scatter_inplace,
     "_remapped_isend": isend_inplace,
     "_remapped_irecv": irecv_inplace,
     "_remapped_batch_p2p_ops": batch_p2p_ops_inplace,
 }
 globals().update({name: _remapped(name, fn) for name, fn in _REMAPPED.items()})
 
-# Of those that a newer torch adds (2.15: _remapped_reduce_scatter) torch's own.
+# Of those that a newer torch adds torch's own.
 traceable_collective_remaps = {
     fn: globals().get(theirs.__name__, theirs)
     for fn, theirs in _THEIRS["traceable_collective_remaps"].items()

@@ -60,6 +60,14 @@ all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 
 
+def is_wait_for_list(op: Any) -> bool:
+    """Is it ``wait_tensors``, which torch has from 2.15 on?"""
+    return op is _wait_tensors
+
+
+_wait_tensors = getattr(getattr(torch.ops._c10d_functional, "wait_tensors", None), "default", "")
+
+
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]
 ) -> Callable:

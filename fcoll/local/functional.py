@@ -117,5 +117,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "broadcast": broadcast,
     "broadcast_": broadcast_,
     "wait_tensor": wait_tensor,
+    "wait_tensors": _each(wait_tensor),  # from torch 2.15 on
     "_wrap_tensor_autograd": wait_tensor,
 }

@@ -388,7 +388,10 @@ def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def decomposition(op: Any) -> Callable[..., Any] | None:
-    """The op in terms of others if it is but a name for them (linear, in inference mode)."""
+    """The op in terms of others if it is but a name for them (linear, in inference mode; the wait
+    for a list, which torch has from 2.15 on)."""
+    if op_name(op) == "_c10d_functional::wait_tensors":
+        return lambda tensors: [torch.ops._c10d_functional.wait_tensor(x) for x in tensors]
     return op.decompose if op._can_decompose() else None
 
 

@@ -42,8 +42,9 @@ def teach() -> None:
         for name in _torch.c10d_ops():
             _torch.on_vmap("c10d", name, _in_place(name))
         # around results of torch's functional collectives, so that autograd waits for gradients
-        wrap = "_wrap_tensor_autograd"
-        _torch.on_vmap("_c10d_functional", wrap, _kernel(_WAIT, "_c10d_functional", wrap))
+        # and, from torch 2.15 on, the wait for a list of them
+        for wrap in ("_wrap_tensor_autograd", "wait_tensors"):
+            _torch.on_vmap("_c10d_functional", wrap, _kernel(_WAIT, "_c10d_functional", wrap))
     _taught.update(COLLECTIVES)
 
 
