@@ -379,6 +379,12 @@ def _torchs(op: Callable) -> Callable:
     return {isend: torch_dist.isend, irecv: torch_dist.irecv}.get(op, op)
 
 
+@at_trace_time
+def _name_of(op: Callable) -> str:
+    """Of a function that Dynamo traces; by itself it takes that of the code (torch 2.15)."""
+    return op.__name__
+
+
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
     if not tracing():
         return torch_dist.batch_isend_irecv(p2p_op_list)
@@ -386,7 +392,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
     if len(names) != 1:
         why = f"the transfers are in {len(names)} groups"
         fail(MismatchedLists, op="batch_isend_irecv", why=why, hint="Make a call for each group.")
-    ops = [p.op.__name__ for p in p2p_op_list]  # Dynamo cannot compare torch's isend
+    ops = [_name_of(p.op) for p in p2p_op_list]  # Dynamo cannot compare torch's isend
     peers, tags = [p.group_peer for p in p2p_op_list], [p.tag for p in p2p_op_list]
     tensors = [p.tensor for p in p2p_op_list]
     results = _issue("batch_p2p_ops", ops, peers, tags, tensors, *names)
