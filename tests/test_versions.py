@@ -3,6 +3,7 @@ that is gone says so."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from test_layout import PACKAGES, files, names_in
 
 from fcoll import imports
 
@@ -77,6 +79,8 @@ def test_without_any_of_the_names_everything_imports():
         IMPORT_ALL
         + """
 import fcoll  # without torch, so that nothing else is imported yet
+from test_layout import PACKAGES, files, names_in
+
 from fcoll import imports
 
 def gone(module, name="", instead=None):
@@ -125,3 +129,38 @@ def test_known_versions_are_not_warned_of(recwarn):
     assert not recwarn
     with pytest.warns(UserWarning, match=r"torch 2\.13 to 2\.15, this is 2\.16\.0"):
         imports.warn_of_untested("2.16.0")
+
+
+def is_there(path: str) -> bool:
+    """Is there such a name in the torch that is installed?"""
+    first, *parts = path.split(".")
+    found = importlib.import_module(first)
+    for i, part in enumerate(parts, 1):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join([first, *parts[:i]]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+# private("torch._C", "_name"), private_names("torch._guards", "A", "B")
+PRIVATE = re.compile(r'private(?:_names)?\(\s*"([\w.]+)"((?:,\s*[*(]*"[\w.]+")*)')
+
+
+def private_names() -> set[str]:
+    """The names of torch in the files that may have private ones."""
+    paths = [path for package in PACKAGES for path in files(package) if path.name == "_torch.py"]
+    found = {name for path in paths for _, name in names_in(path) if name.startswith("torch.")}
+    for path in paths:
+        for module, names in PRIVATE.findall(path.read_text()):
+            found |= {f"{module}.{name}" for name in re.findall(r'"([\w.]+)"', names)}
+    return found
+
+
+def test_this_torch_has_the_private_names():
+    """What a new version lacks; where a name has another meaning, other tests fail."""
+    names = private_names()
+    assert len(names) > 250, len(names)
+    assert sorted(name for name in names if not is_there(name)) == []

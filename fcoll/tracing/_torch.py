@@ -324,7 +324,7 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
 ENGINE_CODE = getattr(_engine_run_backward, "__code__", None)
 
 #: The frame of a module's call, hooks and all.
-MODULE_CALL_CODE = private("torch.nn", "Module._call_impl.__code__", "none")
+MODULE_CALL_CODE = private("torch.nn", "Module._call_impl.__code__", instead=())
 
 
 def sequence_nr() -> int:

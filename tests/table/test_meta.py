@@ -294,7 +294,7 @@ def test_schema_begins_like_torchs(op, target):
         assert mine.name == its.name
         assert mine.kwarg_only == its.kwarg_only
         assert writes(mine) == writes(its)
-        # torch takes Any for a name or a ProcessGroup, and from 2.15 on for a reduce op's name or it
+        # torch takes Any for a group or its name, and from 2.15 on for a reduce op or its name
         if its.name != "group_name" and (its.name, str(its.type)) != ("reduce_op", "Any"):
             assert str(mine.type) == str(its.type), mine.name
     added = ours.arguments[len(theirs.arguments) :]
