@@ -24,7 +24,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import wrapper as _wrapper
 
 from fcoll.graph._torch import op_only_allocates
-from fcoll.imports import private, say_what_is_missing
+from fcoll.imports import is_missing, private, say_what_is_missing
 
 # -- Inductor ---
 
@@ -173,6 +173,34 @@ def _memory_id(node: Any) -> int:
         node.get_output_spec().group_name,
     )
     return int(hashlib.sha256(repr(list(map(str, facts))).encode()).hexdigest()[:15], 16)
+
+
+def needs(operation: str, buffer: str) -> None:
+    """Have an operation of the graph that is being lowered come after a buffer that it does not
+    read, which lives until then."""
+    strong = getattr(V.graph, "additional_star_deps", None)  # until 2.14
+    if strong is None:
+        strong = vars(V.graph).setdefault("fcoll_needs", {})
+        strong.setdefault(operation, set())
+    strong[operation].add(buffer)
+
+
+def _with_needs(compute: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(compute)
+    def compute_dependencies(scheduler: Any) -> None:
+        found = vars(V.graph).get("fcoll_needs", {})
+        for node in scheduler.nodes if found else ():
+            for buffer in sorted(found.get(node.get_name(), ())):
+                node.add_fake_dep(StarDep(buffer))
+        compute(scheduler)
+
+    return compute_dependencies
+
+
+StarDep = private("torch._inductor.dependencies", "StarDep")
+_Scheduler = private("torch._inductor.scheduler", "Scheduler")
+if not is_missing(_Scheduler):
+    _Scheduler.compute_dependencies = _with_needs(_Scheduler.compute_dependencies)
 
 
 def bytes_of(buffer: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from fcoll.transport.native.build import has_fast_path
 from inductor_ext import comparison
-from inductor_ext._torch import V, ir, is_generated, is_view, reads_of
+from inductor_ext._torch import V, ir, is_generated, is_view, needs, reads_of
 from inductor_ext.lowered import note
 from inductor_ext.state import in_order, lanes
 from inductor_ext.stock.inductor import last_kernel
@@ -132,7 +132,7 @@ def _write_into(
     memory.skip_size_stride_alignment_checks = True
     box = ir.StorageBox(memory)
     buffer.layout = ir.NonOwningLayout(ir.ReinterpretView(data=box, layout=layout))
-    V.graph.additional_star_deps[buffer.get_operation_name()].add(memory.get_name())
+    needs(buffer.get_operation_name(), memory.get_name())
     V.graph.never_reuse_buffers.update((memory.get_name(), buffer.get_name()))
     own = ir.ReinterpretView(data=ir.StorageBox(buffer), layout=_contiguous(layout, x.get_size()))
     return ir.TensorBox(own), buffer, memory.inputs[0]
