@@ -175,6 +175,17 @@ def _memory_id(node: Any) -> int:
     return int(hashlib.sha256(repr(list(map(str, facts))).encode()).hexdigest()[:15], 16)
 
 
+def call_of(result: Any) -> Any:
+    """The call of an op that returns one tensor, of its result: from 2.14 on that is the same."""
+    return result.inputs[0] if isinstance(result, ir.MultiOutput) else result
+
+
+def result_layout(call: Any) -> Any:
+    """The layout of the one tensor that a call returns."""
+    own = call.layout
+    return call.outputs[0].layout if isinstance(own, ir.MultiOutputLayout) else own
+
+
 def needs(operation: str, buffer: str) -> None:
     """Have an operation of the graph that is being lowered come after a buffer that it does not
     read, which lives until then."""

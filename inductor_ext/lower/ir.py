@@ -17,7 +17,16 @@ import torch
 
 from fcoll.transport.native.build import has_fast_path
 from inductor_ext import comparison
-from inductor_ext._torch import V, ir, is_generated, is_view, needs, reads_of
+from inductor_ext._torch import (
+    V,
+    call_of,
+    ir,
+    is_generated,
+    is_view,
+    needs,
+    reads_of,
+    result_layout,
+)
 from inductor_ext.lowered import note
 from inductor_ext.state import in_order, lanes
 from inductor_ext.stock.inductor import last_kernel
@@ -68,7 +77,7 @@ class ClaimKernel(ArenaKernel):
 
     def constants(self, wrapper: Any) -> list[str]:
         group_name, lane, *_ = self.constant_args
-        layout = self.outputs[0].layout
+        layout = result_layout(self)
         shapes = [wrapper.codegen_shape_tuple(shape) for shape in (layout.size, layout.stride)]
         return [repr(group_name), str(lane), *shapes, str(layout.dtype)]
 
@@ -135,7 +144,7 @@ def _write_into(
     needs(buffer.get_operation_name(), memory.get_name())
     V.graph.never_reuse_buffers.update((memory.get_name(), buffer.get_name()))
     own = ir.ReinterpretView(data=ir.StorageBox(buffer), layout=_contiguous(layout, x.get_size()))
-    return ir.TensorBox(own), buffer, memory.inputs[0]
+    return ir.TensorBox(own), buffer, call_of(memory)
 
 
 def can_realize_as_comm_buffer(x: ir.TensorBox, node: torch.fx.Node) -> bool:
