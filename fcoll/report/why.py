@@ -21,7 +21,7 @@ CAUSES = {
     "started late": "its input was ready long before it was started",
     "waits early": "the wait comes before the first step that uses the result",
     "little else to do": "nearly all other compute needs it or is needed by it",
-    "used at once": "the result is used right behind the start, though other compute could go first",
+    "used at once": "the result is used right behind the start; other compute could go between",
     "too little compute": "there is compute between start and first use, but not enough",
 }
 

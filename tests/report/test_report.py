@@ -15,8 +15,7 @@ from timelines import compute, issued, many, run, serial, start, wait
 
 from fcoll.report import perfetto, scaling, summary, svg, text
 from fcoll.report.scale import Point
-from fcoll.scheduling.timeline import Timeline, timeline
-
+from fcoll.scheduling.timeline import timeline
 
 # -- text ---
 

@@ -16,12 +16,12 @@ function propertiesOf(c) {
   }
   return c.words;
 }
-// A word that ends in a digit is not found inside a longer number: layers.3 is not layers.31.
+// Words of one or two letters are whole words (ar is not in forward), and a number is a whole number: layers.3 is not layers.31.
 function has(text, word) {
+  const letter = /[a-z0-9]/, digit = /\d/, none = /^.{2}/, short = word.length < 3;
+  const notAfter = short ? letter : digit.test(word[0]) ? digit : none, notBefore = short ? letter : digit.test(word.at(-1)) ? digit : none;
   for (let i = text.indexOf(word); i >= 0; i = text.indexOf(word, i + 1)) {
-    const inNumber = /\d$/.test(word) && /\d/.test(text[i + word.length] || "");
-    const afterNumber = /^\d/.test(word) && /\d/.test(text[i - 1] || "");
-    if (!inNumber && !afterNumber) return true;
+    if (!notAfter.test(text[i - 1] || "") && !notBefore.test(text[i + word.length] || "")) return true;
   }
   return false;
 }

@@ -124,14 +124,14 @@ function paintLane(t, i, top) {
   }
   paintSpans(t, lane, top);
 }
-// What only wide spans have: a gap between them, and a name.
+// What only wide spans have: a notch where one begins (no more: a short exposed part must not be covered), and a name.
 function paintSpans(t, lane, top) {
   const narrow = (to - from) / columns();
   for (let i = firstAfter(lane, from); i < lane.length && lane[i][S.FROM] < to; i++) {
     const s = lane[i], c = s[S.COLLECTIVE], mine = c >= 0 && (c === chosen || marked.has(c));
     if (s[S.TO] - s[S.FROM] < narrow && !mine) continue;
     const a = Math.max(x(s[S.FROM]), LEFT), b = Math.min(x(s[S.TO]), width - RIGHT), w = b - a;
-    if (w > 24) { pen.fillStyle = colors.grid; pen.fillRect(b - 0.6, top, 0.6, LANE); }
+    if (w > 12 && a > LEFT) { pen.fillStyle = colors.card; pen.fillRect(a - 0.5, top, 1, 5); }
     if (w > 46) {
       pen.fillStyle = c < 0 && !s[S.MATMUL] ? colors.ink : "#fff"; pen.font = "11.5px system-ui, sans-serif"; pen.textBaseline = "middle";
       pen.fillText(clip(t.strings[s[S.OP]].split("::").pop(), w - 10), a + 5, top + LANE / 2);

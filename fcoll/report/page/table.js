@@ -39,7 +39,9 @@ function rowsShown() {
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(c);
   }
-  return sorted([...groups].map(([key, calls]) => rowOf(key, calls)));
+  const rows = [...groups].map(([key, calls]) => rowOf(key, calls));
+  if (by === "layer" || by === "module kind") for (const r of rows) r.module = r.key;
+  return sorted(rows);
 }
 function sorted(rows) {
   const sign = order.down ? -1 : 1, natural = new Intl.Collator("en", { numeric: true });
