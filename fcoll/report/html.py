@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from fcoll.report.advice import Advice
+from fcoll.report.against import Against, page_data
 from fcoll.report.summary import gain, moves, tail_us, verdict
 from fcoll.report.why import CAUSES, Why, reasons
 from fcoll.scheduling.timeline import Timeline
@@ -29,9 +30,11 @@ def render(
     title: str = "step",
     names: tuple[str, str] = ("before", "after"),
     advice: Sequence[Advice] = (),
+    run: Against | None = None,
 ) -> str:
     """The page, with what would help on top. With ``other``, the same step afterwards, it opens on
-    what was gained and what moved, and has a toggle between the two."""
+    what was gained and what moved, and has a toggle between the two. With ``run``, a real run of
+    the last of them, it shows what was measured beside what was predicted."""
     lines = [line] if other is None else [line, other]
     sources = {c.source for x in lines for c in x.collectives if c.source}
     sources |= {s.source for x in lines for s in x.steps if s.source}
@@ -43,7 +46,7 @@ def render(
         "gain": "" if other is None else gain(line, other),
         "moved": [] if other is None else [vars(m) for m in moves(line, other)],
         "causes": CAUSES,
-        "run": {"title": "", "lanes": [], "calls": {}},
+        "run": page_data(lines[-1], run),
         "sources": {s: text for s in sorted(sources) if (text := source_text(s))},
     }
     # "</" inside a string would end the script element that holds the data.

@@ -70,7 +70,7 @@ function showRun() {
   const run = DATA.run;
   if (!run.title) return;
   $("against").hidden = false; $("run").textContent = run.title;
-  for (const note of run.notes) $("runnotes").append(el("li", note));
+  for (const note of run.notes) $("runnotes").append(el("li", plain(note)));
   for (const r of run.rows) {
     const tr = el("tr");
     tr.append(el("td", r.op), el("td", r.axis), el("td", r.phase), el("td", r.count, "num"), el("td", size(r.bytes), "num"),

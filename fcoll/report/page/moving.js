@@ -51,9 +51,13 @@ $("in").onclick = () => zoom(0.5); $("out").onclick = () => zoom(2); $("fit").on
 
 // The span at a place of the canvas; of a place where compute stands still, the collective that it waits for.
 function at(px, py) {
-  const t = T(), lane = t.streams.findIndex((_, i) => py >= laneTop(i) && py < laneTop(i) + LANE);
+  const t = T(), lane = t.streams.findLastIndex((_, i) => py >= laneTop(i)), low = py - laneTop(lane) - LANE;
   if (lane < 0 || px < LEFT) return null;
-  const us = usAt(px), near = ((to - from) / width) * 2;
+  const us = usAt(px), near = ((to - from) / width) * 2, run = runLane(t, lane);
+  if (low >= 0) {  // below the lane: what was measured
+    const call = run && low < RUN + 2 && run.spans.find((r) => r[0] <= us + near && us - near < r[1]);
+    return call ? t.spanOf.get(call[2]) : null;
+  }
   const s = nearest(t.lanes[lane], us, near);
   if (s) return s;
   const b = lane === 0 && t.blocked.find((b) => b[0] <= us && us < b[1]);
