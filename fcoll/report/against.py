@@ -277,7 +277,7 @@ def _notes(
 
 
 def _step_us(run: Run, steps: Sequence[Sequence[Observed]]) -> list[float]:
-    """How long the steps took: by the marks, else from the first call of one to that of the next."""
+    """How long steps took: by the marks, else from the first call of one to that of the next."""
     if run.marks:
         firsts = [s[0].start_us for s in steps if s]
         return [b - a for a, b in run.marks if any(a <= x < b for x in firsts)]

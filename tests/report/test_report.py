@@ -87,7 +87,7 @@ def check_trace_events(data: dict) -> dict[str, list[dict]]:
     assert set(kinds) <= set("MXCsf")
     tracks = defaultdict(list)
     for event in kinds["X"]:
-        assert event["dur"] >= 0
+        assert event["dur"] > 0
         tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for ends in tracks.values():  # slices of a track may nest; these follow one another
         assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(sorted(ends)))
@@ -98,7 +98,35 @@ def check_trace_events(data: dict) -> dict[str, list[dict]]:
     for end in kinds["f"]:
         assert end["ts"] >= arrows[end["id"]]["ts"]
         assert end["tid"] == 0 != arrows[end["id"]]["tid"]
+        begun = arrows[end["id"]]
+        around = tracks[begun["pid"], begun["tid"]]
+        assert any(a <= begun["ts"] < b for a, b in around)  # else it binds to nothing
+        ends = tracks[end["pid"], 0]
+        inside = any(a <= end["ts"] < b for a, b in ends)
+        assert inside if end.get("bp") == "e" else any(a >= end["ts"] for a, _ in ends)
     return kinds
+
+
+def test_perfetto_has_numbers_and_no_slice_without_length():
+    steps = [
+        compute("a", op="aten::mm", flops=10**9),
+        start("r", 0, "a"),
+        start("none", 1, "a"),
+        wait("wr", 0, "r"),
+        wait("wn", 1, "none"),
+        compute("short", "wr"),
+        compute("b", "short", "wn"),
+        start("late", 2, "b"),
+        wait("wl", 2, "late"),
+    ]
+    line = run(steps, dict(a=10, r=15, short=1e-5, b=20, late=5))
+    kinds = check_trace_events(json.loads(perfetto.render(line)))
+    named = {e["args"]["node"]: e["args"] for e in kinds["X"] if e["cat"] != "exposed"}
+    assert set(named) == {"a", "r", "b", "late"}
+    assert named["a"]["flops"] == 10**9 and named["a"]["read_bytes"] == 0
+    assert named["r"]["bytes"] == 4 << 20 and named["r"]["wire_bytes"] == 6 << 20
+    ends = {e["id"]: e.get("bp") for e in kinds["f"]}
+    assert ends == {0: None, 2: "e"}  # nothing is computed after the last, but compute waits
 
 
 def test_perfetto_is_valid_and_golden():
