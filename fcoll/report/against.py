@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fcoll.report import notebook
 from fcoll.report.observed import Observed, Run, kind_of, read
 from fcoll.report.summary import Row, rows
 from fcoll.scheduling.timeline import Timeline
@@ -74,6 +76,14 @@ class Against:
     @property
     def title(self) -> str:
         return f"{Path(self.run.path).name} · {self.run.tool}"
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        rows = notebook.table(HEAD, [_cells(r) for r in self.rows], ALIGN)
+        return f"<b>{escape(self.title)}</b><ul>{notes}</ul>{rows}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -302,31 +312,27 @@ def _seen(o: Observed) -> str:
     return f"{o.kind or o.name}{size}" + (f" over {o.group}" if o.group else "")
 
 
+HEAD = (
+    *("collective", "axis", "phase", "calls", "predicted", "measured", "ratio", "exposed"),
+    *("measured", "source"),
+)
+ALIGN = "<<<>>>>>><"
+
+
 def render(found: Against, top: int = 20) -> str:
     """For a terminal."""
-    head = ("collective", "axis", "phase", "calls", "predicted", "measured", "ratio")
-    head += ("exposed", "measured", "source")
-    cells = [
-        (
-            r.op,
-            r.axis,
-            r.phase,
-            str(r.count),
-            show_us(r.us),
-            show_us(r.measured_us),
-            f"{r.ratio:.2f}x",
-            show_us(r.exposed_us),
-            show_us(r.measured_exposed_us),
-            r.source,
-        )
-        for r in found.rows[:top]
-    ]
     lines = [f"against {found.title}:", *(f"  {note}" for note in found.notes)]
-    if cells:
-        lines += ["", *table([head, *cells], "<<<>>>>>>" + "<")]
+    if found.rows:
+        lines += ["", *table([HEAD, *map(_cells, found.rows[:top])], ALIGN)]
     if len(found.rows) > top:
         lines.append(f"... and {len(found.rows) - top} more lines")
     return "\n".join(lines)
+
+
+def _cells(r: RunRow) -> tuple[str, ...]:
+    times = show_us(r.us), show_us(r.measured_us), f"{r.ratio:.2f}x"
+    exposed = show_us(r.exposed_us), show_us(r.measured_exposed_us)
+    return r.op, r.axis, r.phase, str(r.count), *times, *exposed, r.source
 
 
 def page_data(line: Timeline, found: Against | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ NEAR_US = 1e-3
 
 #: What is said in a word or two, and what it means.
 CAUSES = {
+    "a message": "when it comes is up to the rank that sends it: see fcoll timeline",
     "blocks others": "compute waits for another call, which is queued behind this one",
     "queued": "it stood in the queue of its stream for most of the time that it is exposed",
     "started late": "its input was ready long before it was started",
@@ -75,9 +76,13 @@ class _Facts:
     def _ready(self) -> dict[str, tuple[float, str]]:
         """Of each step: when its result is there, and the step that took the time."""
         found: dict[str, tuple[float, str]] = {}
+        free: set[str] = set()  # what needs only the step's inputs, such as a cast of a parameter
         for step in self.line.steps:
             span = self.spans.get(step.name)
-            if span is not None:
+            if step.kind == "compute" and step.flops == 0 and free.issuperset(step.inputs):
+                free.add(step.name)
+                found[step.name] = (0.0, "")
+            elif span is not None:
                 found[step.name] = (span.end_us, step.name)
             else:
                 inputs = (found[x] for x in step.inputs if x in found)
@@ -99,6 +104,10 @@ class _Facts:
         facts += self.uses(i, lead, took, for_other)
         if queued > NEAR_US:
             facts.append(f"It begins {show_us(queued)} after its issue{self.ahead(span)}.")
+        if call.row.is_p2p:
+            facts.append(
+                "Other ranks are taken to be as far as this one: fcoll timeline runs them."
+            )
         facts += self.inputs(early, took, maker)
         facts += _room(beside, exposed)
         cause = self.cause(i, exposed, lead, queued, early, for_other)
@@ -108,6 +117,8 @@ class _Facts:
         self, i: int, exposed: float, lead: float, queued: float, early: float, other: int | None
     ) -> str:
         took = self.at[i].us
+        if self.line.issued[i].row.is_p2p and other is None:
+            return "a message"
         if other is not None:
             return "blocks others"
         if queued > 0.5 * exposed and lead > 0.5 * took:
@@ -169,7 +180,7 @@ class _Facts:
     def inputs(self, early: float, took: float, maker: str) -> list[str]:
         made = self.line.by_step.get(maker)
         if made is None:
-            text = "It needs nothing that the step computes"
+            text = "It needs nothing but inputs of the step"
             more = f", and is issued {show_us(early)} into the step" if early > NEAR_US else ""
             return [f"{text}{more}."]
         if early > 0.05 * took:

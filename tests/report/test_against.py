@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sqlite3
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
@@ -248,3 +249,6 @@ def test_the_page_shows_the_run(tmp_path):
     shown = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])
     assert shown["run"]["rows"][0]["ratio"] == pytest.approx(3.0)
     assert json.loads(json.dumps(found.as_dict()))["same"] is True
+    assert str(found) == render(found)
+    notebook = ElementTree.fromstring(f"<p>{found._repr_html_()}</p>")
+    assert len(notebook.findall("table/tr")) == 1 + len(found.rows)

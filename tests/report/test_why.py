@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import timelines
 from timelines import compute, many, run, start, wait
@@ -12,45 +14,82 @@ from fcoll.report.why import CAUSES, reasons
 
 def used_at_once():
     """b needs r at once; c could run first."""
-    steps = [compute("a"), start("r", 0, "a"), wait("w", 0, "r"), compute("b", "w"), compute("c")]
+    steps = [
+        compute("a", flops=1),
+        start("r", 0, "a"),
+        wait("w", 0, "r"),
+        compute("b", "w"),
+        compute("c"),
+    ]
     return run(steps, dict(a=10, r=20, b=10, c=30))
 
 
 def too_little():
-    steps = [compute("a"), start("r", 0, "a"), compute("c"), wait("w", 0, "r")]
+    steps = [compute("a", flops=1), start("r", 0, "a"), compute("c"), wait("w", 0, "r")]
     return run([*steps, compute("b", "w"), compute("d")], dict(a=10, r=20, c=5, b=10, d=30))
 
 
 def little_else():
-    steps = [compute("a"), start("r", 0, "a"), wait("w", 0, "r"), compute("b", "w")]
+    steps = [compute("a", flops=1), start("r", 0, "a"), wait("w", 0, "r"), compute("b", "w")]
     return run(steps, dict(a=10, r=20, b=10))
 
 
 def started_late():
     """r needs nothing of a, and is started behind it."""
-    steps = [compute("a"), start("r", 0), wait("w", 0, "r"), compute("b", "w")]
+    steps = [compute("a", flops=1), start("r", 0), wait("w", 0, "r"), compute("b", "w")]
     return run(steps, dict(a=40, r=20, b=10))
 
 
 def waits_early():
     """The wait stands before c, which does not need r."""
-    steps = [compute("a"), start("r", 0, "a"), wait("w", 0, "r"), compute("c"), compute("b", "w")]
+    steps = [
+        compute("a", flops=1),
+        start("r", 0, "a"),
+        wait("w", 0, "r"),
+        compute("c"),
+        compute("b", "w"),
+    ]
     return run(steps, dict(a=10, r=20, c=30, b=10))
 
 
 def queued():
     """r has compute to hide behind, but s is before it on its stream, and nobody waits for s."""
-    steps = [compute("a"), start("s", 1, "a"), start("r", 0, "a"), compute("c"), wait("w", 0, "r")]
+    steps = [
+        compute("a", flops=1),
+        start("s", 1, "a"),
+        start("r", 0, "a"),
+        compute("c"),
+        wait("w", 0, "r"),
+    ]
     return run([*steps, compute("b", "w")], dict(a=10, s=30, r=20, c=30, b=10))
 
 
 def blocks_others():
     """The same, with s so long that compute stands still for it, too, on behalf of r."""
-    steps = [compute("a"), start("s", 1, "a"), start("r", 0, "a"), compute("c"), wait("w", 0, "r")]
+    steps = [
+        compute("a", flops=1),
+        start("s", 1, "a"),
+        start("r", 0, "a"),
+        compute("c"),
+        wait("w", 0, "r"),
+    ]
     return run([*steps, compute("b", "w")], dict(a=10, s=50, r=20, c=30, b=10))
 
 
+def a_message():
+    line = little_else()
+    calls = tuple(replace(c, op="irecv", args={"src": 1, "tag": 0}) for c in line.collectives)
+    return replace(line, collectives=calls)
+
+
+def started_late_behind_a_cast():
+    """As FSDP2 does it: a copy of a parameter right before the gather."""
+    steps = [compute("a", flops=1), compute("cast"), start("r", 0, "cast"), wait("w", 0, "r")]
+    return run([*steps, compute("b", "w")], dict(a=40, cast=1, r=20, b=10))
+
+
 PROGRAMS = {
+    "a message": (a_message, 0),
     "used at once": (used_at_once, 0),
     "too little compute": (too_little, 0),
     "little else to do": (little_else, 0),
@@ -74,6 +113,10 @@ def test_causes(cause):
     assert cause in {reasons(line)[i].cause for i in row.ids if i in reasons(line)}
 
 
+def test_copies_of_inputs_are_inputs():
+    assert reasons(started_late_behind_a_cast())[0].cause == "started late"
+
+
 def test_facts_of_a_queue():
     facts = reasons(blocks_others())
     assert facts[0].queued_us == pytest.approx(50) and facts[1].queued_us == 0
@@ -91,7 +134,7 @@ def test_facts_of_compute():
                for f in why.facts)  # fmt: skip
     why = reasons(started_late())[0]
     assert why.early_us == pytest.approx(40)
-    assert any("needs nothing that the step computes, and is issued 40.0 us" in f
+    assert any("needs nothing but inputs of the step, and is issued 40.0 us" in f
                for f in why.facts)  # fmt: skip
     why = reasons(little_else())[0]
     assert why.beside_us == pytest.approx(0)

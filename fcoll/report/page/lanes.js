@@ -24,6 +24,7 @@ function laneTop(i) {  // a stream with a measured lane is so much taller
 function resize() {
   ratio = window.devicePixelRatio || 1;
   width = $("stage").clientWidth;
+  MEMORY = $("body").classList.contains("open") && window.innerWidth > 900 ? 200 : 96;  // there is room beside the panel
   height = laneTop(T().streams.length) + MEMORY + 14;
   canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
   canvas.style.height = height + "px";
@@ -61,7 +62,9 @@ function paintAxis() {
   pen.font = "11.5px system-ui, sans-serif"; pen.textBaseline = "middle";
   for (let us = Math.ceil(from / step) * step; us <= to; us += step) {
     pen.fillStyle = colors.grid; pen.fillRect(x(us), AXIS - 4, 1, height - AXIS - 8);
-    pen.fillStyle = colors.soft; pen.fillText(us === 0 ? "0" : tick(us, step), x(us) + 3, AXIS / 2 + 3);
+    const text = us === 0 ? "0" : tick(us, step);
+    pen.fillStyle = colors.soft;
+    if (x(us) + 3 + pen.measureText(text).width <= width) pen.fillText(text, x(us) + 3, AXIS / 2 + 3);
   }
 }
 function tick(us, step) {
