@@ -370,6 +370,13 @@ class BadTraceFile(FcollError):
     )
 
 
+class BadProfile(FcollError):
+    template = (
+        "cannot read the profile {path}: {why}{at}. Write one with torch.profiler's "
+        "export_chrome_trace, or with nsys export --type sqlite."
+    )
+
+
 class NotWritable(FcollError):
     template = "cannot write {path}: {why}{at}. Make the folder, or name another file."
 

@@ -68,3 +68,30 @@ def overlapped() -> Timeline:
     ]
     costs = dict(a=10, r=15, b=20, s=4, t=16, c=5, d=10)
     return run(steps, costs)
+
+
+def serial() -> Timeline:
+    """The same work as overlapped, nothing hidden."""
+    steps = [
+        compute("a", out=100, op="aten::mm", flops=10**9),
+        start("r", 0, "a", out=50),
+        wait("wr", 0, "r"),
+        compute("b", "wr"),
+    ]
+    return run(steps, dict(a=10, r=15, b=20))
+
+
+def many(layers: int) -> Timeline:
+    """A step of 4 spans a layer, half of its communication hidden."""
+    steps, costs, free = [], {}, ()
+    for i in range(layers):
+        steps += [
+            compute(f"mm{i}", out=4 << 20, op="aten::mm", flops=10**9, frees=free),
+            start(f"r{i}", i, f"mm{i}", stream="tp" if i % 3 else "dp", out=1 << 20),
+            compute(f"mul{i}", f"mm{i}", out=2 << 20),
+            compute(f"add{i}", f"mul{i}", frees=(f"mm{i}",)),
+            wait(f"w{i}", i, f"r{i}"),
+        ]
+        free = (f"r{i}", f"mul{i}")
+        costs |= {f"mm{i}": 30.0 + i % 7, f"r{i}": 25.0 + i % 5, f"mul{i}": 8.0, f"add{i}": 4.0}
+    return run(steps, costs)

@@ -39,7 +39,7 @@ PROGRESS_S = 5.0  # between lines that say how far it is
 
 
 def _report(args: argparse.Namespace) -> int:
-    from fcoll.report import html, perfetto, summary, svg, text
+    from fcoll.report import against, html, observed, perfetto, summary, svg, text
     from fcoll.report.advice import advice
     from fcoll.scheduling.planner import schedule
     from fcoll.scheduling.registry import scheduler_of
@@ -49,6 +49,7 @@ def _report(args: argparse.Namespace) -> int:
     machine = Machine.of(args.machine)
     scheduler_of(args.scheduler or "original")
     before = programs.read_trace(args.before) if args.before else None
+    run = observed.read(args.against) if args.against else None
     with _traced_in(args) as traced, _progress("timing its steps", args):
         first = line = _numbered(timeline(traced, machine, waits=_waits(args)), traced)
         second = plan = None
@@ -63,11 +64,12 @@ def _report(args: argparse.Namespace) -> int:
                 told = advice(traced, machine, waits=_waits(args))
             else:  # what is left to do when the step is planned
                 told = advice((plan.steps, plan.collectives), machine, plan=False, waits="in place")
+    real = against.against(line, run) if run else None
     names = ("as it came in", f"{args.scheduler}") if args.scheduler else ("before", "after")
     with _progress("writing", args):
         _write(args.save, traced.to_json)
         page = partial(html.render, first, second, title=_title(args), names=names, advice=told)
-        _write(args.html, page)
+        _write(args.html, partial(page, run=real))
         _write(args.perfetto, lambda: perfetto.render(first, second))
         _write(args.svg, lambda: svg.render(first, second))
         if args.png:
@@ -79,7 +81,11 @@ def _report(args: argparse.Namespace) -> int:
     found["advice"] = list(map(asdict, told))
     if notes := _notes(args, traced):
         found["notes"] = notes
-    _print(args, found, lambda: text.render(first, second, top=args.top, advice=told))
+    shown = [text.render(first, second, top=args.top, advice=told)]
+    if real is not None:
+        found["against"] = real.as_dict()
+        shown.append(against.render(real, args.top))
+    _print(args, found, lambda: "\n\n".join(shown))
     if args.fail_above is not None and line.exposed_share > args.fail_above:
         share = f"{line.exposed_share:.1%} of the step is exposed"
         print(f"fcoll: {share}, more than --fail-above {args.fail_above:.1%}", file=sys.stderr)

@@ -142,6 +142,7 @@ examples:
   fcoll report train.py:build --mesh dp=64 --fail-above 30%       # in CI: exit code 1 above it
   fcoll report train.py:build --mesh dp=64 --before old.json --html compare.html
   fcoll report train.py:build --mesh dp=64 --scheduler overlap --html planned.html
+  fcoll report train.py:build --mesh dp=64 --against trace.json   # beside a profile of a real run
 """,
     "check": """
 examples:
@@ -265,6 +266,8 @@ def _report(command: argparse.ArgumentParser) -> None:
     compared = command.add_mutually_exclusive_group()
     compared.add_argument("--before", metavar="FILE", help="a saved trace to compare with")
     compared.add_argument("--scheduler", metavar="NAME", help="also show the step as it plans it")
+    real = "a profile of a real run to lay over it: torch.profiler's JSON (.gz), or nsys' sqlite"
+    command.add_argument("--against", metavar="FILE", help=real)
     more = "exit code 1 if more of the step than this is exposed"
     command.add_argument("--fail-above", type=_share, metavar="SHARE", help=more)
 

@@ -11,10 +11,14 @@ from importlib import resources
 from typing import Any
 
 from fcoll.report.advice import Advice
-from fcoll.report.summary import gain, moves, rows, verdict
+from fcoll.report.against import Against, page_data
+from fcoll.report.summary import gain, moves, tail_us, verdict
+from fcoll.report.why import CAUSES, Why, reasons
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes
 
+# The page's parts, in the order in which its script reads them.
+SCRIPTS = ("base", "lanes", "moving", "panel", "filter", "table", "head", "export", "main")
 CONTEXT = 2  # lines of source shown above and below the one that counts
 RANKS_SHOWN = 8
 
@@ -26,9 +30,11 @@ def render(
     title: str = "step",
     names: tuple[str, str] = ("before", "after"),
     advice: Sequence[Advice] = (),
+    run: Against | None = None,
 ) -> str:
     """The page, with what would help on top. With ``other``, the same step afterwards, it opens on
-    what was gained and what moved, and has a toggle between the two."""
+    what was gained and what moved, and has a toggle between the two. With ``run``, a real run of
+    the last of them, it shows what was measured beside what was predicted."""
     lines = [line] if other is None else [line, other]
     sources = {c.source for x in lines for c in x.collectives if c.source}
     sources |= {s.source for x in lines for s in x.steps if s.source}
@@ -39,6 +45,8 @@ def render(
         "advice": [vars(one) for one in advice],
         "gain": "" if other is None else gain(line, other),
         "moved": [] if other is None else [vars(m) for m in moves(line, other)],
+        "causes": CAUSES,
+        "run": page_data(lines[-1], run),
         "sources": {s: text for s in sorted(sources) if (text := source_text(s))},
     }
     # "</" inside a string would end the script element that holds the data.
@@ -48,7 +56,12 @@ def render(
 
 @cache
 def _page() -> str:
-    return resources.files("fcoll.report").joinpath("page.html").read_text()
+    """The page without data, put together from its parts."""
+    folder = resources.files("fcoll.report").joinpath("page")
+    script = "\n".join(folder.joinpath(f"{name}.js").read_text() for name in SCRIPTS)
+    page = folder.joinpath("page.html").read_text()
+    style = folder.joinpath("style.css").read_text()
+    return page.replace("/*STYLE*/", style, 1).replace("/*SCRIPT*/", script, 1)
 
 
 def source_text(source: str) -> list[tuple[int, str, bool]]:
@@ -62,7 +75,7 @@ def source_text(source: str) -> list[tuple[int, str, bool]]:
 
 
 def _data(line: Timeline) -> dict[str, Any]:
-    strings = _Strings()
+    strings, why = _Strings(), reasons(line)
     stream = {name: i for i, name in enumerate(line.streams)}
     spans = []
     for span in line.spans:
@@ -81,6 +94,8 @@ def _data(line: Timeline) -> dict[str, Any]:
         "compute_us": _us(line.compute_us),
         "exposed_us": _us(line.exposed_total_us),
         "hidden_us": _us(sum(line.hidden_us.values())),
+        "tail_us": _us(tail_us(line)),
+        "host_us": _us(sum(s.us for s in line.host_waits)),
         "peak_bytes": line.peak_bytes,
         "collectives_count": len(line.collectives),
         "streams": list(line.streams),
@@ -88,8 +103,7 @@ def _data(line: Timeline) -> dict[str, Any]:
         "blocked": [[_us(s.start_us), _us(s.end_us), s.collective] for s in line.blocked],
         "memory": [[_us(us), nbytes] for us, nbytes in line.memory],
         "steps": {s.name: _step(s) for s in line.steps if s.kind == "compute"},
-        "collectives": {c.id: _collective(line, c) for c in line.collectives},
-        "rows": [vars(row) for row in rows(line)],
+        "collectives": {c.id: _collective(line, c, why.get(c.id)) for c in line.collectives},
         "strings": strings.all,
     }
 
@@ -109,7 +123,7 @@ def _step(step: Any) -> dict[str, str]:
     return show
 
 
-def _collective(line: Timeline, c: Any) -> dict[str, Any]:
+def _collective(line: Timeline, c: Any, why: Why | None) -> dict[str, Any]:
     ranks = ", ".join(map(str, c.ranks[:RANKS_SHOWN]))
     tensors = [
         f"{dtype} [{', '.join(map(str, shape))}]"
@@ -126,6 +140,10 @@ def _collective(line: Timeline, c: Any) -> dict[str, Any]:
         "tensors": ", ".join(tensors[:4]) + (f" and {len(tensors) - 4} more" * (len(tensors) > 4)),
         "args": ", ".join(f"{k}={v}" for k, v in c.args.items() if v is not None),
         "phase": c.phase,
+        "source": c.source,
+        "module": c.module,
+        "form": line.forms.get(c.id, ""),
+        "why": None if why is None else {"cause": why.cause, "facts": why.facts},
         "start": c.start,
         "wait": c.wait,
         "exposed_us": _us(line.exposed_us.get(c.id, 0.0)),

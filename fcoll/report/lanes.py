@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from fcoll.report import notebook
 from fcoll.report.places import place_of
 from fcoll.report.svg import STYLE, merged
 from fcoll.scheduling.timeline import Span
@@ -230,6 +231,13 @@ def html(world: WorldTimeline, title: str) -> str:
         [svg(world), f"<table>{body}</table>"],
         f'<p class="soft">{note}time share a lane.</p>',
     )
+
+
+def notebook_html(world: WorldTimeline) -> str:
+    """What a notebook shows: the picture and the table."""
+    head = ("rank", "place", "compute", "waits", "idle")
+    found = [_facts(world, ranks) for ranks in alike(world)]
+    return notebook.picture(svg(world), title_of(world)) + notebook.table(head, found, "<<>>>")
 
 
 def page(title: str, about: str, sections: Sequence[str], foot: str = "") -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fcoll.report.why import main_cause, reasons
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes, show_us
 
@@ -26,6 +27,8 @@ class Row:
     exposed_us: float
     ids: tuple[int, ...]
     form: str = ""  # that they were priced by
+    module: str = ""  # what their modules have in common, "layers.*.attention"
+    why: str = ""  # the cause of most of their exposed time: see why.py
 
     @property
     def hidden_us(self) -> float:
@@ -37,7 +40,7 @@ def rows(line: Timeline) -> list[Row]:
     alike: dict[tuple[Any, ...], list[Any]] = {}
     for c in line.collectives:
         alike.setdefault((c.op, c.axis or c.group, len(c.ranks), c.source, c.phase), []).append(c)
-    made = []
+    made, why = [], reasons(line)
     for (op, axis, n, source, phase), found in alike.items():
         exposed = sum(line.exposed_us.get(c.id, 0.0) for c in found)
         hidden = sum(line.hidden_us.get(c.id, 0.0) for c in found)
@@ -46,8 +49,24 @@ def rows(line: Timeline) -> list[Row]:
         ids = tuple(c.id for c in found)
         values = (op, axis, n, source, phase, len(found), nbytes, wire, exposed + hidden, exposed)
         forms = dict.fromkeys(line.forms.get(c.id, "") for c in found)
-        made.append(Row(*values, ids, "/".join(filter(None, forms))))
+        form, module = "/".join(filter(None, forms)), common(c.module for c in found)
+        made.append(Row(*values, ids, form, module, main_cause(ids, line.exposed_us, why)))
     return sorted(made, key=lambda r: (-r.exposed_us, -r.us, r.ids))
+
+
+def common(modules: Iterable[str]) -> str:
+    """What the names of modules have in common.
+
+    >>> common(["layers.0.wo", "layers.1.wo"]), common(["layers.0.wq", "layers.0.wk"])
+    ('layers.*.wo', 'layers.0.*')
+    """
+    names = [name.split(".") for name in dict.fromkeys(modules)]
+    if len(names) < 2:
+        return ".".join(names[0]) if names else ""
+    same = len({len(name) for name in names}) == 1
+    parts = [x[0] if len({*x}) == 1 else "*" for x in zip(*names, strict=False)]
+    shown = parts if same else [*parts, "*"]
+    return ".".join(shown) if {*shown} != {"*"} else "*"
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,12 @@ def gain(before: Timeline, after: Timeline) -> str:
     more = "more" if after.peak_bytes >= before.peak_bytes else "less"
     times = f"{show_us(before.step_us)} -> {show_us(after.step_us)}"
     return f"{ratio:.2f}x as fast ({times}), {memory} {more} memory"
+
+
+def tail_us(line: Timeline) -> float:
+    """Of collectives that outlast compute and that nothing of the step waits for."""
+    late = sum(s.us for s in line.host_waits)
+    return max(line.step_us - line.compute_us - line.exposed_total_us - late, 0.0)
 
 
 def _size(value: Any) -> Any:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fcoll.report.advice import TOP, Advice
-from fcoll.report.summary import Moved, Row, gain, moves, rows, verdict
+from fcoll.report.summary import Moved, Row, gain, moves, rows, tail_us, verdict
 from fcoll.scheduling.timeline import Timeline, busy_us
 from fcoll.units import show_bytes, show_us, table
 
 HEAD = (
     *("collective", "axis", "n", "phase", "count", "bytes", "form", "time", "exposed", ""),
-    "source",
+    *("why", "source"),
 )
-ALIGN = "<<><>><>><<"
+ALIGN = "<<><>><>><<<"
 BAR = 10
 
 
@@ -60,9 +60,7 @@ def _summary(line: Timeline) -> list[str]:
 
 
 def _tail(line: Timeline) -> str:
-    """Collectives that outlast compute and that nothing of the step waits for."""
-    late = sum(s.us for s in line.host_waits)
-    rest = line.step_us - line.compute_us - line.exposed_total_us - late
+    rest = tail_us(line)
     return f" + {show_us(rest)} that no one waits for" if rest > 1e-3 * line.step_us else ""
 
 
@@ -103,5 +101,6 @@ def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
         show_us(row.us),
         show_us(row.exposed_us),
         bar.ljust(BAR),
+        row.why,
         row.source,
     )

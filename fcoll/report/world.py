@@ -60,6 +60,9 @@ class WorldTimeline:
     def __str__(self) -> str:
         return lanes.render(self)
 
+    def _repr_html_(self) -> str:
+        return lanes.notebook_html(self)
+
     def svg(self) -> str:
         """A picture: a lane for each rank, or for those that do the same at the same time."""
         return lanes.svg(self)

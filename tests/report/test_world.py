@@ -140,6 +140,8 @@ def test_the_picture_is_to_scale():
         reduced, {"dp": 2, "tp": 2}, costs=collective_us, slow={3: 1.5}, mode="forward"
     )
     drawn = ElementTree.fromstring(line.svg())
+    shown = line._repr_html_()
+    assert shown.startswith("<img alt=") and "<style" not in shown  # which would be the notebook's
     lanes_ = [e for e in drawn if e.tag.endswith("}g")]
     assert len(lanes_) == 3  # ranks 0 and 1 do the same
     scale = (lanes.WIDTH - lanes.LEFT - lanes.RIGHT) / 44
