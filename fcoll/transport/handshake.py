@@ -36,7 +36,7 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
     if store is None:
         yield lambda text: _gathered(text, g)
         return
-    lobby = _lobby(g, store, about, purpose)
+    lobby = lobby_of(g, store, about, purpose)
     try:
         yield lobby.exchange
     except NotMet as why:
@@ -49,7 +49,8 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
     processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
 
-def _lobby(g: Group, store: dist.Store, about: str, purpose: str) -> Lobby:
+def lobby_of(g: Group, store: dist.Store, about: str = "", purpose: str = "meet") -> Lobby:
+    """Where the ranks of a group have the meeting that is ``about`` this."""
     plain, known = g.ranks == tuple(range(g.n)), processes_of(dist.group.WORLD)
     return Lobby(
         store,

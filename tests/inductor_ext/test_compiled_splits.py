@@ -1,4 +1,4 @@
-"""Collectives in chunks inside torch.compile (``config.splits``): values, and the generated code."""
+"""Collectives in chunks inside torch.compile (``config.splits``): values and generated code."""
 
 from __future__ import annotations
 
