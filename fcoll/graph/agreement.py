@@ -28,7 +28,7 @@ from fcoll.errors import PlanMismatch
 from fcoll.graph.issued import Issued, describe
 from fcoll.groups import Group
 from fcoll.lobby import Elsewhere
-from fcoll.transport.handshake import lobby_of, meeting
+from fcoll.transport.handshake import give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
 Call = tuple[Any, str]
@@ -125,8 +125,19 @@ def turn_away(g: Group, what: str) -> str:
         f"{lobby.names[r]} has a new graph, which begins with {c[2]}" for r, c in waiting.items()
     ]
     said = f"{lobby.names[g.rank]} runs {what}; {'; '.join(theirs)}"
-    lobby.give_up(Elsewhere(said, [g.rank]))
+    give_up(lobby, Elsewhere(said, [g.rank]), g)
     return said
+
+
+def stay_away(g: Group, why: str) -> None:
+    """Tell the others that this rank does not come to the next comparison. If it happens to all of
+    them, nobody comes, and they meet at the one after it."""
+    known, store = compared(g), _torch.group_store(g.pg)
+    if known is None:
+        return
+    known.times, known.begun = known.times + 1, 0
+    lobby = lobby_of(g, store, _about(known.times))
+    give_up(lobby, Elsewhere(f"{lobby.names[g.rank]} {why}", [g.rank]), g)
 
 
 def _about(times: int) -> str:

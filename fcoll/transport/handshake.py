@@ -40,11 +40,11 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
     try:
         yield lobby.exchange
     except NotMet as why:
-        _give_up(lobby, why, g)
+        give_up(lobby, why, g)
         raise from_lobby(why) from None
     except BaseException as error:  # also Ctrl-C: the others need not wait for their timeout
         who = lobby.names[g.rank]
-        _give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
+        give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
         raise
     processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
@@ -69,7 +69,8 @@ def prefix_of(g: Group) -> str:
     return "fcoll_group/" + "_".join(map(str, g.ranks))
 
 
-def _give_up(lobby: Lobby, why: NotMet, g: Group) -> None:
+def give_up(lobby: Lobby, why: NotMet, g: Group) -> None:
+    """Leave word that this rank does not come, for as long as there is the group."""
     lobby.give_up(why)
     weakref.finalize(g.pg, lobby.forget).atexit = False
 
