@@ -9,7 +9,7 @@ import re
 from typing import Any, NoReturn
 
 from fcoll import _torch
-from fcoll.lobby import Died, NotMet
+from fcoll.lobby import Died, Elsewhere, NotMet
 from fcoll.source import line_of, user_line
 
 
@@ -197,6 +197,15 @@ class PlanMismatch(CollectiveMismatch):
     def __reduce__(self) -> Any:
         kind, args, kept = super().__reduce__()
         return kind, args, {**kept, "step": self.step, "ranks": self.ranks}
+
+
+class OtherGraph(PlanMismatch):
+    """A rank has a new graph to compare, and ``rank`` runs one on which all agreed before."""
+
+    template = (
+        "{message}{at}. Ranks that run different graphs wait for each other for ever: look for a "
+        "branch, a shape or a setting that only some of them have."
+    )
 
 
 class NeverWaited(FcollError):
@@ -472,7 +481,8 @@ def from_native(error: Exception) -> Exception:
 
 def from_lobby(why: NotMet) -> FcollError:
     """That ranks did not come together, as the error of a collective that waited for them."""
-    made = (PeerDied if isinstance(why, Died) else CollectiveTimeout)(message=str(why))
+    kinds: dict[type, type[FcollError]] = {Died: PeerDied, Elsewhere: OtherGraph}
+    made = kinds.get(type(why), CollectiveTimeout)(message=str(why))
     made.rank = why.ranks[0] if why.ranks else -1
     return made
 

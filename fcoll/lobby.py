@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import time
@@ -27,6 +28,9 @@ from weakref import WeakKeyDictionary
 FIRST_NAP_S, LONGEST_NAP_S = 0.0002, 0.02
 # How often a rank looks whether the processes it waits for are alive, and for newer cards.
 LOOK_S = 0.1
+# After that long it says whom it waits for: a group's timeout is often half an hour.
+NOTICE_S = 60.0
+log = logging.getLogger("fcoll")
 # PID and start time: a process, though PIDs are given again
 Process = tuple[int, str]
 
@@ -45,6 +49,13 @@ class Absent(NotMet):
 
 class Died(NotMet):
     """A rank came, or was known, and its process ended; or the store does not answer."""
+
+
+class Elsewhere(NotMet):
+    """A rank that is waited for is past this meeting, in something that waits for those here."""
+
+
+_WORDS = {kind.__name__: kind for kind in (Absent, Died, Elsewhere)}
 
 
 class Lobby:
@@ -86,7 +97,7 @@ class Lobby:
 
     def give_up(self, why: NotMet) -> None:
         """Leave word for the others that this rank will not come any more."""
-        word = {"message": str(why), "ranks": why.ranks, "died": isinstance(why, Died)}
+        word = {"message": str(why), "ranks": why.ranks, "kind": type(why).__name__}
         try:
             self.store.set(self._key("gave_up"), json.dumps(word))
         except RuntimeError:
@@ -98,6 +109,13 @@ class Lobby:
             self.store.delete_key(self._key("gave_up"))
         except RuntimeError:
             return
+
+    def present(self) -> dict[int, str]:
+        """What the other ranks that are here now have to say; for one that does not come itself."""
+        keys = {r: key for r, key in enumerate(self._keys("card")) if r != self.rank}
+        there = {r: key for r, key in keys.items() if self.store.check([key])}
+        cards = {r: json.loads(self.store.get(key)) for r, key in there.items()}
+        return {r: card["text"] for r, card in cards.items() if alive(card["by"])}
 
     # -- the rounds ---
 
@@ -139,7 +157,7 @@ class Lobby:
     def _wait(self, missing: Callable[[bool], list[int]]) -> None:
         """Until nobody is missing."""
         began = time.monotonic()
-        nap, look_at = FIRST_NAP_S, 0.0
+        nap, look_at, notice_at = FIRST_NAP_S, 0.0, NOTICE_S
         while True:
             waited = time.monotonic() - began
             look = waited >= min(look_at, self.timeout_s)
@@ -149,6 +167,9 @@ class Lobby:
             if look:
                 look_at = waited + LOOK_S
                 self._look(ranks)
+                if waited >= notice_at:
+                    notice_at = float("inf")
+                    log.warning("%s (timeout %g s)", self._waits(waited, ranks), self.timeout_s)
             if waited > self.timeout_s:
                 self._late(ranks)
             time.sleep(nap)
@@ -158,15 +179,18 @@ class Lobby:
         """Raise if the wait for these ranks is for nothing."""
         if self.store.check([self._key("gave_up")]):
             word = json.loads(self.store.get(self._key("gave_up")))
-            raise (Died if word["died"] else Absent)(word["message"], word["ranks"])
+            raise _WORDS[word["kind"]](word["message"], word["ranks"])
         for r in ranks:
             if r in self.processes and not alive(self.processes[r]):
                 me = self.names[self.rank]
                 raise Died(f"{self.names[r]} died; {me} waited for it to {self.purpose}", [r])
 
     def _late(self, ranks: Sequence[int]) -> NoReturn:
+        raise Absent(self._waits(self.timeout_s, ranks), ranks)
+
+    def _waits(self, seconds: float, ranks: Sequence[int]) -> str:
         me, others = self.names[self.rank], ", ".join(self.names[r] for r in ranks)
-        raise Absent(f"{me} waited {self.timeout_s:g} s for {others} to {self.purpose}", ranks)
+        return f"{me} waited {round(seconds, 1):g} s for {others} to {self.purpose}"
 
     def _is_here(self, rank: int, by: Sequence[Any]) -> bool:
         """Is the card's process there? One that has never been seen alive left an old card."""

@@ -3,6 +3,8 @@
 The first run is the point that all ranks of a group reach: some may have compiled the graph and
 others have loaded it, and a backward graph may be compiled with its forward graph on one rank and
 later on another. What is issued is written into the code, so that it is there in caches, too.
+Later runs are counted, so that a rank which runs an agreed graph where another has a new one can
+tell that one so (watch.py).
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 import torch
 
 from fcoll.errors import PlanMismatch
-from fcoll.graph.agreement import calls_by_group, compare
+from fcoll.graph.agreement import Call, Compared, calls_by_group, compare, compared
 from fcoll.graph.issued import collectives_of
 from fcoll.graph.nodes import has_named_group
-from fcoll.groups import by_name
+from fcoll.groups import Group, by_name
+from inductor_ext import watch
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 
@@ -45,43 +48,54 @@ def _how(node: torch.fx.Node) -> str:
     return "read in place" if in_place else ""
 
 
-def first_run(card: str) -> list[Callable[[], None]]:
-    """For generated code, which calls what is in the list: nothing any more once all agreed."""
-    due: list[Callable[[], None]] = []
+class Runs:
+    """Of a graph: generated code calls it when a run begins (0.1 us, but for the first time)."""
 
-    def run() -> None:
-        _compare(card)
-        due.clear()
+    def __init__(self, card: str) -> None:
+        self.card = card
+        self.count = 0
+        self.groups: list[Group] = []
+        self.begun: list[Compared] = []  # of its groups, once all agreed
 
-    due.append(run)
-    return due
+    def __call__(self) -> None:
+        if not self.count:
+            self._compare()
+        self.count += 1
+        for group in self.begun:
+            group.begun += 1
 
+    def _compare(self) -> None:
+        by_group, settings = self.calls()
+        groups = [by_name(name) for name in by_group]
+        # One order for all ranks, whatever order they issue in: a circle of waits is none then.
+        for group in sorted(groups, key=lambda g: (g.ranks, g.name)):
+            compare(group, by_group[group.name], settings)
+        self.groups = [group for group in groups if compared(group)]
+        self.begun = [known for group in groups if (known := compared(group))]
+        if self.groups:
+            watch.start()
 
-def _compare(card: str) -> None:
-    by_group, settings = json.loads(zlib.decompress(base64.b64decode(card)))
-    groups = [by_name(name) for name in by_group]
-    # One order for all ranks, whatever order they issue in: a circle of waits is none then.
-    for group in sorted(groups, key=lambda g: (g.ranks, g.name)):
-        compare(group, by_group[group.name], settings)
+    def calls(self) -> tuple[dict[str, list[Call]], str]:
+        """What it issues by group, and the settings that it was planned with."""
+        by_group, settings = json.loads(zlib.decompress(base64.b64decode(self.card)))
+        return by_group, settings
 
 
 # -- as an op, for the C++ wrapper ---
 
 _lib = torch.library.Library("fcoll_compiled", "DEF")
 _lib.define("compare(str card) -> Tensor")
-_first = functools.cache(first_run)
-
-
+_runs_of = functools.cache(Runs)
 _raised: dict[int, PlanMismatch] = {}  # by thread
 
 
 def _op(card: str) -> torch.Tensor:
-    for run in _first(card):
-        try:
-            run()
-        except PlanMismatch as error:
-            _raised[threading.get_ident()] = error
-            raise
+    runs = watch.in_cpp[threading.get_ident()] = _runs_of(card)
+    try:
+        runs()
+    except PlanMismatch as error:
+        _raised[threading.get_ident()] = error
+        raise
     return torch.empty(0)
 
 
@@ -97,6 +111,8 @@ def with_own_errors(run: Callable[..., Any]) -> Callable[..., Any]:
             if mine is None:
                 raise
             raise mine from error
+        finally:
+            watch.in_cpp.pop(threading.get_ident(), None)
 
     return call
 

@@ -21,6 +21,15 @@ class UnknownSetting(FcollError, AttributeError):
     template = "inductor_ext.config has no setting {name!r}{at}. It has {known}."
 
 
+class SchedulerFailed(FcollError):
+    """A function that was given as ``inductor_ext.config.schedule`` raised."""
+
+    template = (
+        "the scheduler {scheduler!r} failed{at}: {error} ({where}). It takes the steps and "
+        "gives their names, each once, in another order."
+    )
+
+
 class NotReducible(FcollError):
     """What the Triton kernels on symmetric memory cannot reduce."""
 

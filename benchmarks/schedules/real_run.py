@@ -1,12 +1,14 @@
 """Does a planned order take less time in a real run, and as much less as the plan says?
 
 Two ranks in two network namespaces, so two hosts as far as gloo can tell, joined by a link of
-limited rate. Each rank has one core and one thread. Two training steps written by hand, forward and
-backward, compiled by backend="fcoll" once in the order they are written in (schedule=None) and once
-for each scheduler:
+limited rate. Each rank has one core and one thread. Three training steps written by hand, forward
+and backward, compiled by backend="fcoll" once in the order they are written in (schedule=None) and
+once for each scheduler:
 
     fsdp  every layer's weight is gathered where it is used; its gradient is reduce-scattered
     ddp   every layer's weight is whole; its gradient is all-reduced
+    tp    columns and rows of two weights a layer; activations are gathered before the first product
+          and reduce-scattered behind the second: only in chunks can they travel meanwhile
 
 The link and the cores are measured first (what `fcoll calibrate` measures, here between these
 two ranks), and the plans are made with those prices. Then all compiled steps take turns; a turn's
@@ -26,6 +28,7 @@ import time
 import types
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import slow_links
 import torch
@@ -59,11 +62,29 @@ def ddp(x: Tensor, *weights: Tensor) -> Tensor:
     return x
 
 
+@program
+def tp(x: Tensor, *weights: Tensor) -> Tensor:
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        h = torch.relu(fcoll.all_gather_into_tensor(x) @ up)
+        x = fcoll.reduce_scatter_tensor(h @ down)
+    return x
+
+
 def inputs(name: str, args: argparse.Namespace) -> list[Tensor]:
     torch.manual_seed(dist.get_rank())
     rows = args.dim // 2 if name == "fsdp" else args.dim
     weights = [torch.randn(rows, args.dim) / args.dim**0.5 for _ in range(args.layers)]
-    return [torch.randn(args.rows, args.dim), *(w.requires_grad_() for w in weights)]
+    mine = args.rows // 2 if name == "tp" else args.rows
+    return [torch.randn(mine, args.dim), *(w.requires_grad_() for w in weights)]
+
+
+def variants(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What is compared, and the settings of each."""
+    made: dict[str, dict[str, Any]] = {"as written": {"schedule": None}}
+    made |= {scheduler: {"schedule": scheduler} for scheduler in args.schedulers.split(",")}
+    if name == "tp":
+        made["overlap, in chunks"] = {"schedule": "overlap", "splits": True}
+    return made
 
 
 def step(compiled: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
@@ -73,13 +94,13 @@ def step(compiled: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     return [x.grad for x in given if x.grad is not None]
 
 
-def compiled(name: str, scheduler: str | None, given: list[Tensor]) -> Callable[..., Tensor]:
+def compiled(name: str, settings: dict[str, Any], given: list[Tensor]) -> Callable[..., Tensor]:
     """The program compiled under a scheduler, forward and backward. With code of its own: Dynamo
     keeps what it compiles by the code."""
     source = PROGRAMS[name]
-    own = types.FunctionType(source.__code__.replace(), source.__globals__, f"{name}_{scheduler}")
-    made = torch.compile(own, backend="fcoll")
-    with inductor_ext.config.patch(schedule=scheduler):
+    own = types.FunctionType(source.__code__.replace(), source.__globals__, name)
+    made = torch.compile(own, backend="fcoll", fullgraph=True, dynamic=False)
+    with inductor_ext.config.patch(**settings):
         step(made, given)
     return made
 
@@ -107,7 +128,7 @@ def on_rank(args: argparse.Namespace) -> None:
         link = f"{machine.intra.gb_per_s * 8e3:.0f} Mbit/s, {machine.intra.latency_us:.0f} us"
         print(f"measured: {link} a message; {1e3 * machine.flops['float32']:.0f} GFLOP/s a rank")
     with inductor_ext.config.patch(machine=machine, network=machine, memory_cap=args.memory):
-        for name in PROGRAMS:
+        for name in args.programs.split(","):
             rows = compare(name, args)
             if shows:
                 print(
@@ -121,26 +142,33 @@ def compare(name: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
     """The rows of a program's table: all schedules take turns."""
     given = inputs(name, args)
     made, predicted, grads = {}, {}, {}
-    for scheduler in (None, *args.schedulers.split(",")):
+    for variant, settings in variants(name, args).items():
         before = len(inductor_ext.plans())
-        made[scheduler] = compiled(name, scheduler, given)
+        made[variant] = compiled(name, settings, given)
         if plans := inductor_ext.plans()[before:]:  # of the forward and the backward graph
-            predicted[scheduler] = sum(plan.makespan_us for plan in plans) / 1e3
-            predicted[None] = sum(plan.original_us for plan in plans) / 1e3
-        grads[scheduler] = step(made[scheduler], given)
-    turns: dict[str | None, list[float]] = {scheduler: [] for scheduler in made}
+            predicted[variant] = sum(plan.makespan_us for plan in plans) / 1e3
+            predicted["as written"] = sum(plan.original_us for plan in plans) / 1e3
+        grads[variant] = step(made[variant], given)
+    turns: dict[str, list[float]] = {variant: [] for variant in made}
     for _ in range(args.turns):
-        for scheduler, run in made.items():
-            turns[scheduler].append(turn_ms(run, given))
-    took = {scheduler: statistics.median(ms) for scheduler, ms in turns.items()}
+        for variant, run in made.items():
+            turns[variant].append(turn_ms(run, given))
+    took = {variant: statistics.median(ms) for variant, ms in turns.items()}
     rows = [("schedule", "planned ms", "took ms", "gain planned", "gain measured", "same values")]
-    for scheduler in made:
-        gains = [ms[None] / ms[scheduler] for ms in (predicted, took)]
-        same = all(torch.equal(a, b) for a, b in zip(grads[None], grads[scheduler], strict=True))
-        figures = (predicted[scheduler], took[scheduler], *gains)
+    for variant in made:
+        gains = [ms["as written"] / ms[variant] for ms in (predicted, took)]
+        figures = (predicted[variant], took[variant], *gains)
         shown = (f"{x:.1f}" if i < 2 else f"{x:.2f}x" for i, x in enumerate(figures))
-        rows.append((scheduler or "as written", *shown, "yes" if same else "NO"))
+        rows.append((variant, *shown, same(grads["as written"], grads[variant])))
     return rows
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> str:
+    """Sums in chunks may be rounded otherwise: those of weights' gradients have other products."""
+    if all(map(torch.equal, these, those)):
+        return "yes"
+    off = max(float((a - b).norm() / a.norm()) for a, b in zip(these, those, strict=True))
+    return f"to {off:.0e}"
 
 
 # -- both ranks ---
@@ -156,6 +184,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--memory", default="+10%", help="memory cap of the plans")
     parser.add_argument("--schedulers", default="safe,overlap")
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -176,10 +205,11 @@ def main() -> None:
 def start(host: str, rank: int, folder: str) -> subprocess.Popen[bytes]:
     """This program as a rank, in a namespace. Shared memory would reach across: it is off."""
     own = ["--rank", str(rank), "--meet", f"file://{folder}/store"]
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder)
     settings = {
         "GLOO_SOCKET_IFNAME": slow_links.interface(rank),
         "FCOLL_NATIVE": "0",
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/rank{rank}",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/rank{rank}",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     command = ["ip", "netns", "exec", host, sys.executable, *sys.argv, *own]

@@ -7,6 +7,11 @@ where that differs the lists, so that the error names the first call that does.
 The ranks come to it at the same point of their programs, and wait for one another no longer than
 the group's timeout. A list on which they have agreed is not compared again: a rank that compiles
 its graph once more, for reasons of its own, need not find the others there.
+
+So a rank may come with a new list while another runs one that was agreed on, which waits for the
+first. Each counts the lists that it has begun since the last comparison, and a rank that comes says
+its count. One that has begun more than that is past the point: ``turn_away`` says so to those who
+wait (it is called beside the run, which is stuck itself).
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from fcoll import _torch
 from fcoll.errors import PlanMismatch
 from fcoll.graph.issued import Issued, describe
 from fcoll.groups import Group
-from fcoll.transport.handshake import meeting
+from fcoll.lobby import Elsewhere
+from fcoll.transport.handshake import give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
 Call = tuple[Any, str]
@@ -59,14 +65,16 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass
-class _Compared:
-    """What a group has compared so far: how often, and the digests on which its ranks agreed."""
+class Compared:
+    """What a group has compared so far: how often, the digests on which its ranks agreed, and how
+    many lists this rank has begun since the last time (whoever runs one counts it)."""
 
     times: int = 0
     agreed: set[str] = field(default_factory=set)
+    begun: int = 0
 
 
-_compared: WeakKeyDictionary[Any, _Compared] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Any, Compared] = WeakKeyDictionary()
 
 
 def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
@@ -75,21 +83,65 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
 
     A rank that does not come is a CollectiveTimeout, one that died a PeerDied, on every rank that
     comes. A fake group, one of one rank and one without a store have nothing to compare."""
-    if not g.serves or g.n < 2 or _torch.group_store(g.pg) is None:
-        return
-    known = _compared.setdefault(g.pg, _Compared())
+    known = compared(g)
     digest = _digest(calls)
+    if known is None:
+        return
     if digest in known.agreed:
         return
     known.times += 1  # also if it fails: all ranks fail, and meet elsewhere if they try again
+    begun, known.begun = known.begun, 0
     lists: list[tuple[list[Call], str]] = []
-    purpose = "compare what it is about to issue on the group"
-    with meeting(g, f"/compare/{known.times}", purpose) as exchange:
-        if len(set(exchange(digest))) > 1:
+    first = calls[0][1] if calls else "none"
+    purpose = f"compare what it is about to issue on the group, which begins with {first}"
+    with meeting(g, _about(known.times), purpose) as exchange:
+        cards = exchange(json.dumps((digest, begun, first)))
+        if len({json.loads(card)[0] for card in cards}) > 1:
             lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
     if lists:
         _raise_at_the_first_difference(g, lists)
     known.agreed.add(digest)
+
+
+def compared(g: Group) -> Compared | None:
+    """What is known of a group; None if it has nothing to compare."""
+    if not g.serves or g.n < 2 or _torch.group_store(g.pg) is None:
+        return None
+    return _compared.setdefault(g.pg, Compared())
+
+
+def turn_away(g: Group, what: str) -> str:
+    """Tell ranks that wait to compare that this one does not come: it runs ``what``, and has begun
+    more than they had when they came. What they were told; empty if nobody waits in vain."""
+    known, store = compared(g), _torch.group_store(g.pg)
+    if known is None:
+        return ""
+    lobby = lobby_of(g, store, _about(known.times + 1))
+    waiting = {r: json.loads(card) for r, card in lobby.present().items()}
+    waiting = {r: card for r, card in waiting.items() if card[1] < known.begun}
+    if not waiting:
+        return ""
+    theirs = [
+        f"{lobby.names[r]} has a new graph, which begins with {c[2]}" for r, c in waiting.items()
+    ]
+    said = f"{lobby.names[g.rank]} runs {what}; {'; '.join(theirs)}"
+    give_up(lobby, Elsewhere(said, [g.rank]), g)
+    return said
+
+
+def stay_away(g: Group, why: str) -> None:
+    """Tell the others that this rank does not come to the next comparison. If it happens to all of
+    them, nobody comes, and they meet at the one after it."""
+    known, store = compared(g), _torch.group_store(g.pg)
+    if known is None:
+        return
+    known.times, known.begun = known.times + 1, 0
+    lobby = lobby_of(g, store, _about(known.times))
+    give_up(lobby, Elsewhere(f"{lobby.names[g.rank]} {why}", [g.rank]), g)
+
+
+def _about(times: int) -> str:
+    return f"/compare/{times}"
 
 
 def _digest(calls: Sequence[Call]) -> str:

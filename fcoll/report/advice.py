@@ -2,12 +2,13 @@
 
 Nothing is a rule of thumb: every change is made on the step's own steps (changes.py), priced and
 run; what saves nothing is not told. Each saving is that of the change by itself: two of them may
-save the same time.
+save the same time. One rank is looked at: of messages, that the rank at the other end does the same
+and is as far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -16,7 +17,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import number
-from fcoll.errors import FcollError
+from fcoll.errors import FcollError, MemoryCapTooSmall
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
 from fcoll.report import changes
@@ -26,6 +27,7 @@ from fcoll.report.summary import Row, rows
 from fcoll.scheduling.plan import freed_in_order
 from fcoll.scheduling.planner import schedule, without_collector
 from fcoll.scheduling.timeline import Costs, Timeline, pricing, timeline
+from fcoll.table.p2p import IRECV
 from fcoll.units import show_bytes, show_us
 
 LINES = 8  # the most exposed ones are looked at,
@@ -135,10 +137,8 @@ Make = Callable[[], Advice | None]
 
 
 def _candidates(program: Program, measured: bool, plan: bool) -> Iterator[Make]:
-    """Messages between two ranks are left alone: what they wait for is on other ranks."""
     exposed = [r for r in rows(program.line) if r.exposed_us >= LEAST * program.line.step_us]
     calls = {c.id: c for c in program.collectives}
-    exposed = [r for r in exposed if not calls[r.ids[0]].row.is_p2p]
     for row in exposed[:LINES]:
         mine = [calls[i] for i in row.ids]
         yield partial(_prefetch, program, row, mine)
@@ -148,7 +148,7 @@ def _candidates(program: Program, measured: bool, plan: bool) -> Iterator[Make]:
         yield partial(_shard, program, first)
     if exposed and not measured:  # what was measured was measured on these links
         yield partial(_axis, program, exposed)
-    if exposed and plan and not any(c.row.is_p2p for c in calls.values()):
+    if exposed and plan:
         yield partial(_plan, program)
 
 
@@ -174,20 +174,33 @@ def _calls(row: Row) -> str:
     return f"the {row.count} {row.op} calls" if row.count > 1 else f"{row.op}"
 
 
+def _peers(calls: Iterable[Issued]) -> str:
+    return ", on both ranks of each message" if any(c.row.is_p2p for c in calls) else ""
+
+
 def _prefetch(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
     """Just in time takes less memory; as early as can be only if that saves more."""
     soon = changes.prefetched(program, calls, just_in_time=True)
     if soon is None:
         return None
     lead = max(program.clock[program.at[c.start]] - _lead(soon, c) for c in calls)
-    what = f"prefetch: start {_calls(row)} up to {show_us(lead)} of compute earlier"
+    what = f"prefetch: start {_calls(row)} up to {show_us(lead)} of compute earlier{_peers(calls)}"
+    what += _by_units(row, calls)
     told = _told(program, row, "prefetch", what, soon.line)
     if row.exposed_us - told.saved_us > 0.05 * row.exposed_us:
         first = changes.prefetched(program, calls, just_in_time=False)
         if first is not None and first.line.step_us < 0.99 * soon.line.step_us:
-            what = f"prefetch: start {_calls(row)} as soon as its inputs are there"
+            it = "their" if row.count > 1 else "its"
+            what = f"prefetch: start {_calls(row)} as soon as {it} inputs are there{_peers(calls)}"
+            what += _by_units(row, calls)
             return _told(program, row, "prefetch", what, first.line)
     return told
+
+
+def _by_units(row: Row, calls: Sequence[Issued]) -> str:
+    """FSDP2 sends what its units say."""
+    way = "forward" if row.phase == "fwd" else "backward"
+    return f" (set_modules_to_{way}_prefetch)" if calls[0].row.mutates else ""
 
 
 def _lead(made: Program, call: Issued) -> float:
@@ -200,7 +213,10 @@ def _bucket(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
         return None
     left = len(made.collectives) - (len(program.collectives) - len(calls))
     most = max(c.bytes for c in made.collectives if c.start.startswith("bucket_"))
-    what = f"bucket: send {_calls(row)} as {left}, of up to {show_bytes(most)}"
+    verb = "receive" if calls[0].row is IRECV else "send"
+    what = f"bucket: {verb} {_calls(row)} as {left}, of up to {show_bytes(most)}{_peers(calls)}"
+    if calls[0].row.mutates:  # FSDP2's collectives are those of its units
+        what += " (larger units: fully_shard on fewer, larger modules)"
     return _told(program, row, "bucket", what, made.line)
 
 
@@ -237,12 +253,21 @@ def _axis(program: Program, exposed: Sequence[Row]) -> Advice | None:
 
 
 def _plan(program: Program) -> Advice | None:
-    """The step as the scheduler orders it at no more memory; buckets could save more."""
+    """The step as the scheduler orders it at no more memory; buckets could save more. Plans count
+    memory until the wait, so that no order may be under what the timeline counts."""
     pair = program.steps, program.collectives
-    try:
-        plan = schedule(pair, program.machine, program.us, memory_cap=program.line.peak_bytes)
-    except FcollError:  # not every graph can be planned; there is other advice
+    plan = None
+    for cap in (program.line.peak_bytes, "+0%"):
+        try:
+            plan = schedule(pair, program.machine, program.us, memory_cap=cap)
+            break
+        except MemoryCapTooSmall:
+            continue
+        except FcollError:  # not every graph can be planned; there is other advice
+            return None
+    if plan is None:
         return None
     after = timeline((plan.timeline.steps, program.collectives), program.machine, program.us)
     what = "plan the step: inductor_ext.config.schedule, fcoll.schedule or --scheduler overlap"
+    what += _peers(program.collectives)
     return _told(program, None, "plan", what, after)

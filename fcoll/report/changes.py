@@ -7,7 +7,7 @@ cannot be made. Whether it pays is not said here: the timeline of what comes out
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,9 @@ from fcoll.graph.steps import Step
 from fcoll.report.places import moved_to
 from fcoll.report.program import Edits, Program
 from fcoll.scheduling.buckets import MERGED, SATURATED, saturating_bytes
+from fcoll.table.collectives import functional_row
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
+from fcoll.table.p2p import IRECV, ISEND
 
 # -- started earlier ---
 
@@ -39,7 +41,8 @@ def prefetched(program: Program, calls: Sequence[Issued], just_in_time: bool) ->
 
 
 def bucketed(program: Program, calls: Sequence[Issued]) -> Program | None:
-    """Neighbours sent as one, up to the size that saturates the link. Copies are priced."""
+    """Neighbours sent as one, up to the size that saturates the link. Copies are priced; what
+    writes into a given tensor (FSDP2's) has them already, of a larger one."""
     edits = Edits(program)
     for run in _runs(program, calls):
         _merge(edits, run)
@@ -52,7 +55,7 @@ def _runs(program: Program, calls: Sequence[Issued]) -> Iterator[list[Issued]]:
     def alike(c: Issued) -> Any:
         return c.op, c.group, c.dtypes, repr(sorted(c.args.items(), key=str))
 
-    able = [c for c in calls if c.row in MERGED and isinstance(c.bytes, int) and c.wait]
+    able = [c for c in calls if _merges(c) and isinstance(c.bytes, int) and c.wait]
     for _, same in groupby(sorted(able, key=lambda c: (alike(c), c.id)), alike):
         run: list[Issued] = []
         for call in same:
@@ -63,10 +66,26 @@ def _runs(program: Program, calls: Sequence[Issued]) -> Iterator[list[Issued]]:
         yield from [run] if len(run) > 1 else []
 
 
+def _merges(call: Issued) -> bool:
+    return functional_row(call.row) in MERGED or call.row in (ISEND, IRECV)
+
+
 def _fits(program: Program, run: Sequence[Issued]) -> bool:
+    if run[0].row.is_p2p and not _side_by_side(program, run):
+        return False
     most = SATURATED[0] * saturating_bytes(run[0], program.machine)
     ready = max(program.earliest(c.start) for c in run)
     return sum(c.bytes for c in run) <= most and ready <= _place(program, run)
+
+
+def _side_by_side(program: Program, run: Sequence[Issued]) -> bool:
+    """Are messages issued one right after the other? What comes between them, on this rank or on
+    the other, could be what the second one has to wait for."""
+    at = [program.at[c.start] for c in run]
+    between = program.steps[min(at) : max(at) + 1]
+    starts = {c.start for c in run}
+    alone = all(s.kind != "start" or s.name in starts for s in between)
+    return alone and program.clock[max(at)] == program.clock[min(at)]
 
 
 def _place(program: Program, run: Sequence[Issued]) -> int:
@@ -75,10 +94,12 @@ def _place(program: Program, run: Sequence[Issued]) -> int:
 
 
 def _merge(edits: Edits, run: Sequence[Issued]) -> None:
-    """A pack and one start instead of many; of a gather each part is copied out before its use."""
+    """A pack and one start instead of many; of a gather each part is copied out before its use.
+    What is received, or written into a tensor that was given, is not packed."""
     program, place, last = edits.program, _place(edits.program, run), run[-1]
     starts = [program.steps[program.at[c.start]] for c in run]
     gathers = last.row is ALL_GATHER_INTO_TENSOR
+    packs = last.row in MERGED or last.row is ISEND
     whole = replace(
         last,
         start=(name := f"bucket_{last.start}"),
@@ -90,16 +111,17 @@ def _merge(edits: Edits, run: Sequence[Issued]) -> None:
     sends = replace(
         starts[-1],
         name=name,
-        inputs=(pack.name,),
-        uses=(pack.name,),
+        inputs=(pack.name,) if packs else _all(s.inputs for s in starts),
+        uses=(pack.name,) if packs else _all(s.uses for s in starts),
         out_bytes=sum(s.out_bytes for s in starts),
-        last_use_of=(pack.name,),
+        last_use_of=(pack.name,) if packs else (),
     )
     for c in run:
         edits.move(c.start, place)  # for what it needs: the start itself goes
         edits.steps[c.start], edits.calls[c.id] = None, None
     edits.calls[last.id] = whole
-    edits.add(place, pack, program.price(pack))
+    if packs:
+        edits.add(place, pack, program.price(pack))
     edits.add(place, sends, program.price_call(whole, run))
     keeps = any(c.start not in program.freed for c in run)
     for c, start in zip(run, starts, strict=True):
@@ -131,8 +153,12 @@ def _take_out(
         edits.memory[call.start] = part.name if call.start in program.freed else ""
 
 
+def _all(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))
+
+
 def _copy(name: str, of: Sequence[Step], nbytes: int) -> Step:
-    inputs = tuple(dict.fromkeys(x for s in of for x in s.inputs))
+    inputs = _all(s.inputs for s in of)
     if of[0].kind == "wait":
         inputs = (of[0].name,)
     return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,12 +47,18 @@ class Program:
     def used_at(self) -> dict[str, int]:
         """Of each start, where compute has to have its result."""
         lazy = self.waits == "first use"
+        results = {c.id: len(c.shapes) for c in self.collectives}
+        waits: Counter[int | None] = Counter()  # a list has one for each result
         waited: dict[str, str] = {}
         found: dict[str, int] = {}
         for i, step in enumerate(self.steps):
             for name in step.inputs:
-                if step.kind == "wait" and lazy and name not in waited:
-                    waited[step.name] = name
+                again = name in waited and waits[step.collective] >= results.get(
+                    step.collective or 0, 1
+                )
+                if step.kind == "wait" and lazy and not again:
+                    waits[step.collective] += 1
+                    waited[step.name] = waited.get(name, name)
                 elif step.kind != "start" or name in waited:
                     found.setdefault(waited.get(name, name), i)
         return found

@@ -20,6 +20,7 @@ collective is exposed longer than it takes, and the step is compute plus all tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,6 +117,7 @@ def timeline(
     machine = Machine.of(machine)
     prices = pricing(collectives, machine, costs, sizes)
     run = _Run(prices, waits == "first use", Contention.of(machine, collectives) or Contention())
+    run.results = {c.id: len(c.shapes) for c in collectives}
     for step in steps:
         run.step(step)
     spans = run.finished()
@@ -235,6 +237,8 @@ class _Run:
         self.frees: list[tuple[int, int]] = []  # (collective, bytes that are free at its end)
         self.held: dict[str, int] = {}
         self.put_off: set[str] = set()  # waits
+        self.results: dict[int, int] = {}  # collective -> how many tensors it has one wait each for
+        self.waits: Counter[int] = Counter()
 
     def step(self, step: Step) -> None:
         us = self.price(step)
@@ -301,12 +305,17 @@ class _Run:
         return Span(step.name, step.stream, self.flow.begun[flight], end, collective)
 
     def first_wait(self, step: Step) -> bool:
-        """Put a wait off to where its result is used; a second wait for it is such a use."""
+        """Put a wait off to where its result is used; a second wait for it is such a use. A list
+        has a wait for each result."""
         started = [name for name in step.inputs if name in self.flying]
-        if len(started) != 1 or started[0] in self.put_off:
+        if len(started) != 1:
             return False
+        collective = self.flying[started[0]]
+        if started[0] in self.put_off and self.waits[collective] >= self.results.get(collective, 1):
+            return False
+        self.waits[collective] += 1
         self.put_off.add(step.name)
-        self.flying[step.name] = self.flying[started[0]]
+        self.flying[step.name] = collective
         return True
 
     def block(self, names: Iterable[str]) -> None:

@@ -36,20 +36,21 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
     if store is None:
         yield lambda text: _gathered(text, g)
         return
-    lobby = _lobby(g, store, about, purpose)
+    lobby = lobby_of(g, store, about, purpose)
     try:
         yield lobby.exchange
     except NotMet as why:
-        _give_up(lobby, why, g)
+        give_up(lobby, why, g)
         raise from_lobby(why) from None
     except BaseException as error:  # also Ctrl-C: the others need not wait for their timeout
         who = lobby.names[g.rank]
-        _give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
+        give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
         raise
     processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
 
-def _lobby(g: Group, store: dist.Store, about: str, purpose: str) -> Lobby:
+def lobby_of(g: Group, store: dist.Store, about: str = "", purpose: str = "meet") -> Lobby:
+    """Where the ranks of a group have the meeting that is ``about`` this."""
     plain, known = g.ranks == tuple(range(g.n)), processes_of(dist.group.WORLD)
     return Lobby(
         store,
@@ -68,7 +69,8 @@ def prefix_of(g: Group) -> str:
     return "fcoll_group/" + "_".join(map(str, g.ranks))
 
 
-def _give_up(lobby: Lobby, why: NotMet, g: Group) -> None:
+def give_up(lobby: Lobby, why: NotMet, g: Group) -> None:
+    """Leave word that this rank does not come, for as long as there is the group."""
     lobby.give_up(why)
     weakref.finalize(g.pg, lobby.forget).atexit = False
 

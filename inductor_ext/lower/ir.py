@@ -30,6 +30,7 @@ from inductor_ext._torch import (
 from inductor_ext.lowered import note
 from inductor_ext.state import in_order, lanes
 from inductor_ext.stock.inductor import last_kernel
+from inductor_ext.watch import RUNS
 
 _native = torch.ops.fcoll_native
 
@@ -83,8 +84,7 @@ class ClaimKernel(ArenaKernel):
 
 
 class CompareKernel(ir.FallbackKernel):
-    """The comparison of what the graph issues, when it first runs. Afterwards it costs a look at
-    an empty list."""
+    """The comparison of what the graph issues, when it first runs. Afterwards it counts runs."""
 
     def has_side_effects(self) -> bool:
         return True
@@ -93,9 +93,9 @@ class CompareKernel(ir.FallbackKernel):
         if V.graph.cpp_wrapper:
             return super().codegen(wrapper)
         (card,) = self.constant_args
-        wrapper.add_import_once("from inductor_ext.comparison import first_run")
-        wrapper.add_import_once(f"fcoll_due = first_run({card!r})")
-        wrapper.writeline("for fcoll_compare in fcoll_due: fcoll_compare()")
+        wrapper.add_import_once("from inductor_ext.comparison import Runs")
+        wrapper.add_import_once(f"{RUNS} = Runs({card!r})")
+        wrapper.writeline(f"{RUNS}()")
 
 
 def _is_free(graph: Any, claimed: ClaimKernel) -> bool:

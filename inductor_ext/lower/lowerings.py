@@ -145,10 +145,19 @@ def _torchs_all_reduce_(x: Any, reduce_op: str, group_name: str) -> Any:
 
 
 def _stock_all_reduce(op: Any, x: Any, reduce_op: str, group_name: str) -> Any:
-    made = stock(op)(x, reduce_op, group_name)
-    if _is_on_cuda(x) and choice_of(V.graph.current_node) is not None:
-        _noted()
-    return made
+    return torchs_own(op)(x, reduce_op, group_name)
+
+
+def torchs_own(op: Any) -> Lower:
+    """What stock Inductor makes of one of torch's collectives, with the line about it."""
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        made = stock(op)(*args, **kwargs)
+        if choice_of(V.graph.current_node) is not None:
+            _noted()
+        return made
+
+    return lower
 
 
 #: Lowerings of torch's own ops.

@@ -7,7 +7,6 @@ them into one of ``torch.ops.fcoll``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -67,7 +66,7 @@ def register() -> None:
     compile and the next. For graphs that the passes have not seen they do what stock Inductor does.
     """
     from inductor_ext.lower import fakes
-    from inductor_ext.lower.lowerings import TORCHS
+    from inductor_ext.lower.lowerings import TORCHS, torchs_own
 
     teach()  # stock Inductor's come first: they are what ``unregister`` goes back to
     if symm_mem.load():
@@ -81,17 +80,13 @@ def register() -> None:
     for op, lower in TORCHS.items():
         _put(op, lower)
     for op in torchs_collectives():  # of those nothing is changed but that they stay in order
-        _put(op, functools.partial(_stock, op))
+        _put(op, torchs_own(op))
 
 
 def _put(op: Any, lower: Lower) -> None:
     if op not in _before:
         _before[op] = lowering.lowerings.get(op)
         lowering.register_lowering(op, type_promotion_kind=None)(held(lower))
-
-
-def _stock(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return stock(op)(*args, **kwargs)
 
 
 def _dispatch(row: str) -> Lower:

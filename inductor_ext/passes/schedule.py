@@ -6,6 +6,7 @@ arena takes no memory of the graph's, what blocks, and what a collective takes o
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -15,17 +16,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fcoll.costs.machine import Machine
-from fcoll.errors import MissingSize
+from fcoll.errors import FcollError, MissingSize
 from fcoll.graph.issued import Issued
 from fcoll.graph.nodes import waits_of
 from fcoll.graph.steps import Step
 from fcoll.scheduling.apply import apply_in_place
 from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule as plan_of
+from fcoll.scheduling.registry import scheduler_of
 from fcoll.scheduling.runtime import Runtime
 from inductor_ext._torch import is_view
 from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.config import config
+from inductor_ext.errors import SchedulerFailed
 from inductor_ext.passes.choose import carrier_of
 from inductor_ext.prices import machine_for, network, us_over
 
@@ -68,6 +71,15 @@ def schedule(graph: Graph) -> list[str]:
         )
     except MissingSize as missing:
         return [f"left as it is: {missing}"]
+    except FcollError:
+        raise
+    except Exception as error:  # of a function of a user's: Inductor shows no traceback
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise SchedulerFailed(
+            scheduler=scheduler_of(config.schedule).name,
+            error=f"{type(error).__name__}: {error}",
+            where=f"{at.filename}:{at.lineno}",
+        ) from error
     assert plan.graph_module is not None
     _planned.append(Planned(**{f.name: getattr(plan, f.name) for f in fields(Planned)}))
     done = dict(_changes(graph, plan))

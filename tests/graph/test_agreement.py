@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from ranks import launch
 
 import fcoll
-from fcoll.errors import CollectiveTimeout, PeerDied, PlanMismatch
-from fcoll.graph.agreement import calls_by_group, compare
+from fcoll import _torch
+from fcoll.errors import CollectiveTimeout, OtherGraph, PeerDied, PlanMismatch
+from fcoll.graph.agreement import calls_by_group, compare, compared, turn_away
 from fcoll.groups import Group, by_name, resolve
+from fcoll.transport.handshake import lobby_of
 
 
 def calls(ops: list[str], shape: tuple[int, ...] = (4,), how: str = "") -> list:
@@ -127,6 +130,41 @@ def one_does_not_come(rank: int, mine: list) -> str:
 def test_a_rank_that_comes_late(ranks2, lists):
     for message in ranks2.run(one_does_not_come, lists["sum"]):
         assert "rank 0 waited 2 s for rank 1 to compare what it is about to issue" in message
+
+
+def others_are_past(rank: int, old: list, new: list) -> str:
+    """Rank 0 comes with a new list; the others run the agreed one once more, and say so."""
+    g = new_group()
+    compare(g, old)
+    compared(g).begun += 1
+    if rank:
+        _until_waited_for(g)
+        assert turn_away(g, "the first one") == ""  # on its way: it has begun no more than rank 0
+        compared(g).begun += 1
+        said = turn_away(g, "the old one, at model.py:3")
+    else:
+        with pytest.raises(OtherGraph) as caught:
+            compare(g, new)
+        assert caught.value.rank > 0
+        said = str(caught.value)
+    dist.barrier()
+    with pytest.raises(OtherGraph) if rank else contextlib.nullcontext():
+        compare(g, new if rank else old)  # a rank that comes late reads what was said
+    compare(g, new)  # from here on they are together again
+    return said
+
+
+def _until_waited_for(g: Group) -> None:
+    lobby = lobby_of(g, _torch.group_store(g.pg), "/compare/2")
+    while 0 not in lobby.present():
+        pass
+
+
+def test_ranks_that_run_another_list_say_so(ranks4, lists):
+    for said in ranks4.run(others_are_past, lists["sum max"], lists["larger"]):
+        assert "runs the old one, at model.py:3" in said
+        assert "rank 0 has a new graph, which begins with all_reduce(sum)" in said
+        assert "test_agreement.py" in said
 
 
 def one_dies(rank: int, mine: list) -> str:

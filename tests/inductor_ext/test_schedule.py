@@ -364,7 +364,7 @@ def one_of_two(rank: int) -> list[str]:
     said.append(str(caught.value))
     with no_graph_cache(compare=False):
         codes = run_and_get_code(compiled(program("sum")), x, w)[1]
-    assert "fcoll_due" not in codes[0]
+    assert "fcoll_begins" not in codes[0]
     return said
 
 

@@ -17,6 +17,7 @@ from ranks import launch
 
 import fcoll
 from fcoll import _torch
+from fcoll import lobby as lobby_module
 from fcoll.groups import Group
 from fcoll.lobby import Absent, Died, Lobby, NotMet, alive, process_of
 from fcoll.transport import handshake, shared_memory
@@ -78,6 +79,15 @@ def test_whoever_is_missing_is_named_and_hears_of_it(store):
     assert time.monotonic() - start < SOON / 2
     late.forget()
     all_of(4, lambda r: Lobby(store, r, 4, SOON).exchange(""))
+
+
+def test_a_long_wait_is_told_of_once(store, monkeypatch, caplog):
+    monkeypatch.setattr(lobby_module, "NOTICE_S", 0.1)
+    with pytest.raises(Absent):
+        Lobby(store, 0, 3, 0.5, purpose="compare a graph").exchange("")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("rank 0 waited 0.") and "(timeout 0.5 s)" in told
+    assert "s for rank 1, rank 2 to compare a graph" in told
 
 
 def test_siblings_that_share_a_store_do_not_meet(store):

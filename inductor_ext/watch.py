@@ -1,0 +1,117 @@
+"""Beside a compiled graph that is stuck: do other ranks wait for this one to compare a new graph?
+
+Ranks compare a graph when it first runs (comparison.py). One that comes with a new graph, while
+this rank runs one on which all agreed, waits for this rank, and this rank waits for it inside a
+collective. A thread looks, once a second, whether a run has begun long ago and is still there; only
+then it asks the group's store, and tells those who wait. They raise OtherGraph; here it is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from fcoll.graph.agreement import turn_away
+
+log = logging.getLogger("inductor_ext")
+
+RUNS = "fcoll_begins"  # in generated code: its comparison.Runs
+LOOK_S = 1.0
+STUCK_S = 5.0  # a run that is older may be stuck; a slow one is not turned away by the counts
+
+#: By thread: the graph that it runs in C++, which has no Python frame.
+in_cpp: dict[int, Any] = {}
+
+_thread: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+def start() -> None:
+    """Have runs watched from now on; once is enough for a process."""
+    global _thread
+    with _lock:
+        if _thread is None or not _thread.is_alive():  # a fork has no threads
+            _thread = threading.Thread(target=_watch, name="fcoll-runs", daemon=True)
+            _thread.start()
+
+
+def _watch() -> None:
+    since: dict[tuple[int, int, int], float] = {}  # a run -> when it was first seen
+    told: set[str] = set()
+    while True:
+        time.sleep(LOOK_S)
+        now, before, since = time.monotonic(), since, {}
+        for thread, runs, what in _running():
+            run = thread, id(runs), runs.count
+            since[run] = before.get(run, now)
+            if now - since[run] >= STUCK_S:
+                _tell(runs, what, told)
+
+
+def _running() -> Iterator[tuple[int, Any, str]]:
+    """(thread, graph, where it is) of those that run now."""
+    for thread, frame in sys._current_frames().items():
+        found = _graph_in(frame)
+        if found is not None:
+            yield thread, *found
+        elif (runs := in_cpp.get(thread)) is not None:
+            yield thread, runs, ""
+
+
+def _graph_in(frame: FrameType | None) -> tuple[Any, str] | None:
+    while frame is not None:
+        if (runs := frame.f_globals.get(RUNS)) is not None:
+            return runs, call_at(linecache.getlines(frame.f_code.co_filename), frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def _tell(runs: Any, what: str, told: set[str]) -> None:
+    by_group, _ = runs.calls()
+    for group in runs.groups:
+        first = by_group[group.name][0][1]
+        begins = "a graph that was agreed on before, which begins with"
+        try:
+            said = turn_away(group, f"{begins} {first}" + (f", and is at {what}" if what else ""))
+        except RuntimeError:  # the group or its store is gone: so is the run, soon
+            continue
+        if said and said not in told:
+            told.add(said)
+            log.error("%s. They wait for each other.", said)
+
+
+_NOTE = re.compile(r"\s*(?:#|//) fcoll: (\{.*)")
+_WAIT = re.compile(r"(?:wait_tensor\.default|collect(?:\.default)?)\((\w+)")
+
+
+def call_at(lines: list[str], number: int) -> str:
+    """The collective that a line of generated code (from 1) is about, by the note before it; of a
+    wait by the note before what is waited for."""
+    at = number - 1
+    waited = _WAIT.search(lines[at]) if 0 <= at < len(lines) else None
+    places = [at]
+    if waited is not None:
+        name = re.compile(rf"\b{waited[1]}\b")
+        places = [i for i in range(at - 1, -1, -1) if name.search(lines[i])]
+    notes = (_note_before(lines, i) for i in places)
+    facts = next((facts for facts in notes if facts), None)
+    return f"{facts['op']} of {facts['shape']} at {facts['source']}" if facts else ""
+
+
+def _note_before(lines: list[str], i: int) -> dict[str, Any] | None:
+    """Of a call: comments stand right before it."""
+    for line in reversed(lines[:i]):
+        if not line.lstrip().startswith(("#", "//")):
+            return None
+        if found := _NOTE.match(line):
+            facts: dict[str, Any] = json.loads(found[1])
+            return facts
+    return None
