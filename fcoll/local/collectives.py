@@ -205,7 +205,8 @@ def _all_to_all(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
         found = [sent[j][i].shape[0] for j in range(n)]
         if list(wanted) != found:
             raise ValueError(
-                f"all_to_all: rank {i} of the group waits for {list(wanted)} rows and gets {found}"
+                f"all_to_all: rank {i} of the group waits for {list(wanted)} rows, and the chunks "
+                f"sent to it have {found}"
             )
     return [torch.cat([sent[j][i] for j in range(n)]) for i in range(n)]
 

@@ -40,7 +40,14 @@ _LOOP = {
     "equal", "item", "is_nonzero", "nonzero", "unique_dim", "_unique2", "masked_select",
     "hash_tensor", "as_strided_scatter", "set_", "resize_", "resize_as_", "record_stream",
 }  # fmt: skip
-# Products inside, whose last bits depend on where a matrix begins: see products.py.
+# The same bits of complex numbers as well: no product or quotient of two of them is taken.
+_EXACT_COMPLEX = {
+    "add", "add_", "copy_", "eq", "fill", "fill_", "isinf", "isnan", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "masked_fill", "masked_fill_", "ne", "neg", "neg_", "sub", "sub_",
+    "where", "zero_",
+}  # fmt: skip
+# Products inside, whose last bits depend on where a matrix begins: see products.py. So have all of
+# linear algebra.
 _PRODUCTS = {
     "mv", "addmv", "dot", "vdot", "addbmm", "baddbmm", "linear", "addr", "_trilinear", "cdist",
     "_cdist_forward", "_cdist_backward", "convolution", "convolution_backward", "_convolution",
@@ -56,6 +63,8 @@ class Kind:
 
     way: str  # "elementwise" | "shapeless" | "product" | "vmap" | "loop"
     exact: bool
+    exact_complex: bool
+    placed: bool  # do its last bits depend on where a rank's tensor begins?
     random: bool
     view: bool  # do results share memory with arguments?
     mutates: bool
@@ -80,6 +89,8 @@ def kind(func: Any) -> Kind:
     return Kind(
         way=_way(func, name, random, mutates, moves),
         exact=name in _EXACT,
+        exact_complex=name in _EXACT_COMPLEX,
+        placed=_has_products(name),
         random=random or func.namespace not in ("aten", "prims", "prim"),
         view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         mutates=mutates,
@@ -102,7 +113,7 @@ def _way(func: Any, name: str, random: bool, mutates: bool, moves: bool) -> str:
         return "loop"
     if func in products.PRODUCTS:
         return "product"
-    if name in _PRODUCTS or (name.startswith("linalg_") and name != "linalg_vector_norm"):
+    if _has_products(name):
         return "loop"
     lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in schema.arguments)
     if name in _SHAPELESS and not mutates:
@@ -112,6 +123,11 @@ def _way(func: Any, name: str, random: bool, mutates: bool, moves: bool) -> str:
     if mutates or not _torch.has_batching_rule(func):
         return "loop"
     return "vmap"
+
+
+def _has_products(name: str) -> bool:
+    linear_algebra = name.lstrip("_").startswith("linalg_") and name != "linalg_vector_norm"
+    return name in _PRODUCTS or linear_algebra
 
 
 def _written(schema: Any, result: Any) -> tuple[int, str] | None:

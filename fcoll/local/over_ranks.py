@@ -94,9 +94,13 @@ def _elementwise(
     if how.mutates and (id(args[0]) not in stacks or stacks[id(args[0])].dim() - 1 != dims):
         raise NotStackable
     lined = {key: elementwise.aligned(s, dims) for key, s in stacks.items()}
-    if how.exact or not _depends_on_place(lined.values(), others):
+    if _is_exact(how, (*lined.values(), *others)) or not _depends_on_place(lined.values(), others):
         return func(*_given(args, lined), **_given(kwargs, lined))
     return _padded(func, args, kwargs, lined, others, how)
+
+
+def _is_exact(how: Kind, tensors: Sequence[Tensor]) -> bool:
+    return how.exact_complex or (how.exact and not any(t.is_complex() for t in tensors))
 
 
 def _depends_on_place(stacks: Any, others: Sequence[Tensor]) -> bool:
@@ -214,6 +218,8 @@ def loop(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) 
         return _to_out(func, args, kwargs, order, how)
     if how.moves:
         return _moved(func, args, kwargs, order, how)
+    if how.placed and not how.mutates:
+        args, kwargs = mapped(products.in_own_memory, args), mapped(products.in_own_memory, kwargs)
     results = each_rank(func, args, kwargs, order, random=how.random)
     fill = None
     if func is aten.split.Tensor:
@@ -423,7 +429,18 @@ def _as_strided(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
     return _torch.correct_aliasing(aten.as_strided.default, args, kwargs, stacked(made, order))
 
 
+def _as_strided_scatter(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
+    """The same on copies: a rank's memory must end where its tensor ends."""
+    call = aten.as_strided_scatter.default
+
+    def copied(x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return call(x.clone(), *rest, **named)
+
+    return combine(each_rank(copied, args, kwargs, order, random=False), owned=True)
+
+
 _SPECIAL: dict[Any, Callable[[Any, dict[str, Any], Order], Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.as_strided.default: _as_strided,
+    aten.as_strided_scatter.default: _as_strided_scatter,
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from fcoll.local import _torch
 from fcoll.local.elementwise import NotStackable
 from fcoll.local.rows import extent
+from fcoll.local.tensor import LocalTensor, apart
 
 aten = torch.ops.aten
 _LINE = 64  # bytes
@@ -25,6 +26,13 @@ def _lined_up(stack: Tensor) -> bool:
         return True
     size = stack.element_size()
     return stack.stride(0) * size % _LINE == 0 and stack.data_ptr() % _LINE == 0
+
+
+def in_own_memory(value: Any) -> Any:
+    """For a call rank by rank: a LocalTensor whose ranks' tensors begin at cache lines."""
+    if not isinstance(value, LocalTensor) or value._stack is None or _lined_up(value._stack):
+        return value
+    return apart({r: t.clone() for r, t in value._local_tensors.items()}, owned=True)
 
 
 def _empty(n: int, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:

@@ -231,6 +231,12 @@ SAME = {k: f for k, f in UNARY.items() if k != "as_strided"} | {
     "logaddexp": lambda x: torch.logaddexp(x, x * 2), "sigmoid_t": lambda x: x.t().sigmoid(),
     "product": lambda x: x @ torch.linspace(0, 1, x.shape[-1] * 5).view(x.shape[-1], 5),
     "sigmoid_": lambda x: x.clone().sigmoid_(), "pow_t": lambda x: x ** (x + 0.3),
+    "svd": torch.linalg.svdvals, "det": lambda x: torch.linalg.det(x @ x.t()),
+    "eigh": lambda x: torch.linalg.eigvalsh(x @ x.t()), "mv": lambda x: x @ x[0],
+    "dot": lambda x: x[0] @ x[1], "addmv": lambda x: torch.addmv(x[:, 0], x, x[1]),
+    "complex_sgn": lambda x: torch.complex(x, x + 1).sgn().abs(),
+    "complex_mul": lambda x: (torch.complex(x, x + 1) * torch.complex(x + 2, x)).real.clone(),
+    "complex_div": lambda x: (torch.complex(x, x + 1) / torch.complex(x + 2, x)).imag.clone(),
 }  # fmt: skip
 
 
@@ -241,6 +247,15 @@ def test_equal_ranks_stay_equal(name, shape, ranks):
     t = torch.rand(*shape, generator=torch.Generator().manual_seed(2)) + 0.1
     x = LocalTensor(dict.fromkeys(range(ranks), t)).clone()
     torch.testing.assert_close(SAME[name](x).reconcile(), SAME[name](t))
+
+
+def test_strided_scatter_counts_from_the_ranks_own_memory():
+    xs = parts(3, 3)
+
+    def scattered(t):
+        return torch.as_strided_scatter(t, torch.ones_like(t[:2, :2]), (2, 2), (1, 2), 1)
+
+    assert_ranks(scattered(on_stack(xs)), each(scattered, xs))
 
 
 def test_errors_are_those_of_one_rank():
