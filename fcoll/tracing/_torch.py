@@ -128,6 +128,23 @@ def real_meshes() -> Iterator[None]:
 
 
 @contextmanager
+def around_axes(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call note(axes) whenever a mesh is asked for axes, by name or number."""
+    names = ("__getitem__", "get_group", "get_local_rank", "size")
+
+    def around(original: Any) -> Any:
+        def method(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+            for given in (*args, *kwargs.values()):
+                note(given)
+            return original(mesh, *args, **kwargs)
+
+        return method
+
+    with replaced(DeviceMesh, {name: around(vars(DeviceMesh)[name]) for name in names}):
+        yield
+
+
+@contextmanager
 def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     """Call before(work) whenever the program waits for a handle of a fake or real group."""
     classes = [cls for cls in (dist.Work, FakeWork) if "wait" in vars(cls)]
@@ -304,7 +321,7 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
     from torch._dynamo.decorators import skip
 
     def run(roots: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kw: Any):
-        if TracingContext.try_get() is None:  # else AOTAutograd's, which makes a graph of it
+        if not is_compiling():  # else AOTAutograd's, which makes a graph of it
             before(create_graph and not kw.get("accumulate_grad", True))
         return _engine_run_backward(roots, grads, retain_graph, create_graph, *args, **kw)
 
@@ -365,11 +382,49 @@ def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ca
     )
 
 
-def compiled_anew() -> AbstractContextManager[Any]:
+@contextmanager
+def compiled_anew(backend: Callable[..., Any]) -> Iterator[None]:
     """Dynamo compiles a function for each trace's backend, however often it did so before: past
-    its limit it would run it as it is, and nothing of it would be recorded."""
+    its limit it would run it as it is, and nothing of it would be recorded. What the program
+    itself compiles with any other backend is compiled with this one."""
     endless = 1_000_000
-    return torch._dynamo.config.patch(recompile_limit=endless, accumulated_recompile_limit=endless)
+    patched = torch._dynamo.config.patch(
+        recompile_limit=endless, accumulated_recompile_limit=endless
+    )
+    with patched, torch.compiler.set_stance("default", force_backend=backend):
+        yield
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """What the program compiles runs as it is written, fullgraph=True or not."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def compiled_modules(
+    modules: Iterable[torch.nn.Module], backend: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, these modules' calls are compiled; what the program compiles stays as it is."""
+    ours = [m for m in modules if m._compiled_call_impl is None]
+    for module in ours:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+    try:
+        yield
+    finally:
+        for module in ours:
+            module._compiled_call_impl = None
+
+
+def is_of_compiler(error: Exception) -> bool:
+    """Is it torch.compile that failed?"""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_compiling() -> bool:
+    """Is it Dynamo or AOTAutograd that runs this, to make a graph of it?"""
+    return TracingContext.try_get() is not None
 
 
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:

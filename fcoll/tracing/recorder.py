@@ -51,7 +51,6 @@ class Recorder(_torch.TorchDispatchMode):
         self.given: Origin | None = None  # for what runs next, where somebody else knows it
         self.ran_backward = False
         self.notes: list[str] = []  # on what only a run knows
-        self.results: list[Tensor] = []  # to be outputs, besides those that finish() is given
         self.by_memory = False  # a new tensor object may be a known value: go by its memory too
         self._by_memory: dict[Any, fx.Node] = {}
         self._names = names  # id of a tensor that the program had before -> its name
@@ -64,7 +63,8 @@ class Recorder(_torch.TorchDispatchMode):
         self._last_input: fx.Node | None = None
         self._pending: dict[int, c10d.Pending] = {}  # by the storage that is being written
         self._works: dict[int, tuple[Any, c10d.Pending]] = {}  # by the handle's id, held with it
-        self._is_library: dict[CodeType, bool] = {}
+        # by id, held with it: a code's hash goes over its constants, and Dynamo's may have none
+        self._is_library: dict[int, tuple[CodeType, bool]] = {}
         self._interned: dict[Any, Any] = {}
 
     # -- recording ------------------------------------------------------------------------------
@@ -356,10 +356,10 @@ class Recorder(_torch.TorchDispatchMode):
         return self._intern(tuple(reversed(found)))
 
     def _of_library(self, code: CodeType) -> bool:
-        known = self._is_library.get(code)
+        known = self._is_library.get(id(code))
         if known is None:
-            known = self._is_library[code] = is_library(code.co_filename)
-        return known
+            known = self._is_library[id(code)] = code, is_library(code.co_filename)
+        return known[1]
 
     def _intern(self, x: Any) -> Any:
         return self._interned.setdefault(x, x)
@@ -403,8 +403,8 @@ class Recorder(_torch.TorchDispatchMode):
                     node.meta["origin"] = Origin(origin.frames, origin.module, phase)
 
     def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
-        """The graph with the nodes of these tensors, and of the results noted, as outputs."""
-        nodes = [self.known(x) for x in (*outputs, *self.results)]
+        """The graph with the nodes of these tensors as outputs."""
+        nodes = [self.known(x) for x in outputs]
         self._settle_phases()
         self.graph.output(tuple(node for node in nodes if node is not None))
         for node in self.graph.nodes:
@@ -412,6 +412,15 @@ class Recorder(_torch.TorchDispatchMode):
             if isinstance(val, Tensor) and val.requires_grad:
                 node.meta["val"] = val.detach()  # without the autograd graph behind it
         return _torch.graph_module(self.graph)
+
+
+class CompiledRecorder(Recorder):
+    """Records a program that torch.compile makes graphs of: what these do as they run."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles beside this mode; beside others it does nothing."""
+        return True
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
