@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -186,6 +187,39 @@ def around_exchanges(with_symbols: Callable[..., Any]) -> Iterator[None]:
     ours = {name: around(getattr(dist.ProcessGroup, name)) for name in names}
     with replaced(dist.ProcessGroup, ours):
         yield
+
+
+@contextmanager
+def around_objects(ours: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, these functions of torch.distributed are ours, under whatever name a program has
+    them: each is a wrapper around another, which is put in its place."""
+    cells = []
+    for name, fn in ours.items():
+        wrapper: Any = getattr(c10d, name)
+        inner = getattr(wrapper, "__wrapped__", None)
+        cells += [(c, fn, inner) for c in wrapper.__closure__ or () if c.cell_contents is inner]
+    for cell, fn, _ in cells:
+        cell.cell_contents = fn
+    try:
+        yield
+    finally:
+        for cell, _, inner in cells:
+            cell.cell_contents = inner
+
+
+def sharded_group(frame: FrameType | None) -> tuple[Any, bool] | None:
+    """The group of FSDP2's parameters that a frame gathers or reduces for, innermost, and is it
+    after its backward pass?"""
+    while frame is not None and frame.f_code is not ENGINE_CODE:
+        if frame.f_code.co_filename.endswith(_FSDP_GROUP):
+            group = frame.f_locals.get("self")
+            if hasattr(group, "fsdp_params"):
+                return group, frame.f_code.co_name == "post_backward"
+        frame = frame.f_back
+    return None
+
+
+_FSDP_GROUP = os.path.join("_fully_shard", "_fsdp_param_group.py")
 
 
 def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:

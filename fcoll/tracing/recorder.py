@@ -29,7 +29,7 @@ from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
-from fcoll.tracing import _torch, c10d, pipelines, told
+from fcoll.tracing import _torch, c10d, objects, pipelines, told
 from fcoll.tracing.values import user_line
 
 
@@ -56,7 +56,9 @@ class Recorder(_torch.TorchDispatchMode):
         self._names = names  # id of a tensor that the program had before -> its name
         self._modules = modules  # a module -> its path
         self._outermost = outermost
-        self._in_optimizer = self._paused = False
+        self._paused = False
+        self._optimizers = 0  # at work: one may be inside another
+        self._lines_of_shards: dict[str, Frames] = {}  # a module that FSDP2 gathers -> its call
         self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> the node that made it
         self._kept: list[Tensor] = []  # so that ids stay theirs
         self._origins: list[tuple[int, Origin]] = []  # by number of the autograd node they made
@@ -191,6 +193,7 @@ class Recorder(_torch.TorchDispatchMode):
         node = self.graph.call_function(func, node_args, node_kwargs)
         if group is not None:
             node.meta["group"] = group
+            origin = self._of_shards(origin)
         if origin.phase == "fwd" and (later := self._phase_of_inputs(node)) != "fwd":
             origin = self._intern(Origin(origin.frames, origin.module, later))
         node.meta["origin"] = origin
@@ -295,7 +298,7 @@ class Recorder(_torch.TorchDispatchMode):
         frames, module, in_engine = self._python_stack()
         running = _torch.running_node()
         if not in_engine:
-            phase = "opt" if self._in_optimizer else "fwd"
+            phase = "opt" if self._optimizers else "fwd"
             origin = self._intern(Origin(frames, module, phase))
             made = _torch.sequence_nr()
             if not self._origins or self._origins[-1][0] < made:
@@ -325,6 +328,20 @@ class Recorder(_torch.TorchDispatchMode):
         user = next(iter(node.users), None) if node is not None else None
         found = user.meta["origin"] if user is not None else _NOWHERE
         return self._intern(Origin(found.frames, found.module, "bwd"))
+
+    def _of_shards(self, origin: Origin) -> Origin:
+        """Of what FSDP2 gathers or reduces: the module whose parameters they are, and the line that
+        calls it, whoever asks for them ahead."""
+        found = _torch.sharded_group(sys._getframe(2))
+        if found is None:
+            return origin
+        group, after_backward = found
+        module = self._modules.get(group.modules[0], origin.module)
+        phase = "bwd" if after_backward else origin.phase
+        if phase == "fwd":
+            self._lines_of_shards.setdefault(module, origin.frames)
+        frames = self._lines_of_shards.get(module, origin.frames)
+        return self._intern(Origin(frames, module, phase))
 
     def _python_stack(self) -> tuple[Frames, str, bool]:
         """The user's frames, the path of the innermost module that is being called, and whether it
@@ -368,11 +385,11 @@ class Recorder(_torch.TorchDispatchMode):
     def listening(self) -> Iterator[Recorder]:
         """Record, knowing whether an optimizer is at work."""
 
-        def optimizer(on: bool) -> Any:
-            return lambda *_: setattr(self, "_in_optimizer", on)
+        def optimizer(more: int) -> Any:
+            return lambda *_: setattr(self, "_optimizers", self._optimizers + more)
 
-        before = register_optimizer_step_pre_hook(optimizer(True))
-        after = register_optimizer_step_post_hook(optimizer(False))
+        before = register_optimizer_step_pre_hook(optimizer(1))
+        after = register_optimizer_step_post_hook(optimizer(-1))
         try:
             with (
                 self,
@@ -380,6 +397,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
+                objects.traced(self.notes),
                 pipelines.stages_told(self.paused, told.say, told.ask),
             ):
                 yield self
