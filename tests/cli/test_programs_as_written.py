@@ -19,7 +19,7 @@ from fcoll.tracing.told import Talk, talking
 FOLDER = Path(__file__).parents[1] / "programs_as_written"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated"),  # torch's optimizers
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),  # torch's optimizers
 ]
 
 # By hand, of one rank: {program: (mesh, rank, "collective axis phase": count)}.

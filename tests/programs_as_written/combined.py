@@ -1,4 +1,4 @@
-"""Two ways of parallel training at once, and steps that send Python objects, as people write them."""
+"""Two kinds of parallel training at once, and steps that send objects, as people write them."""
 
 from __future__ import annotations
 
