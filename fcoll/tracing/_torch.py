@@ -477,6 +477,22 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 
 
 @functools.cache
+def is_pure(op: Any) -> bool:
+    """Does it write nothing, and do no values decide the sizes of its result?"""
+    by_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not op._schema.is_mutable and by_values.isdisjoint(op.tags)
+
+
+def new_fake(mode: Any, like: Any, storage: Any = None) -> Any:
+    """A fake tensor with these sizes and strides, on new memory or this one."""
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device="meta")
+        if storage is not None:
+            made.set_(storage, like.offset, like.size, like.stride)
+    return FakeTensor(mode, made, like.device)
+
+
+@functools.cache
 def writes(op: Any) -> bool:
     """Does it write to an argument, or complete one?"""
     return op._schema.is_mutable or op is torch.ops._c10d_functional.wait_tensor.default

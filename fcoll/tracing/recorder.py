@@ -22,14 +22,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
 from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
+from fcoll.table.row import Collective
 from fcoll.tracing import _torch, c10d, objects, pipelines, told
+from fcoll.tracing.results import Results
 from fcoll.tracing.values import user_line
 
 
@@ -45,7 +47,8 @@ class Recorder(_torch.TorchDispatchMode):
         self, names: dict[int, str], modules: dict[Any, str], outermost: FrameType, fake: Any
     ) -> None:
         super().__init__()
-        self.fake = fake  # the mode that fake tensors are of, None if there are none
+        self.fake = fake  # the mode that fake tensors are of
+        self._run = Results(fake).call
         self._fakes: dict[int, Tensor] = {}  # id of a real tensor -> the fake one in its place
         self.graph = fx.Graph()
         self.given: Origin | None = None  # for what runs next, where somebody else knows it
@@ -68,6 +71,12 @@ class Recorder(_torch.TorchDispatchMode):
         # by id, held with it: a code's hash goes over its constants, and Dynamo's may have none
         self._is_library: dict[int, tuple[CodeType, bool]] = {}
         self._interned: dict[Any, Any] = {}
+        self._op_names: dict[int, str] = {}  # an op -> what its nodes are called
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps a mode's method for Dynamo, a tenth of a trace's time: here none runs."""
+        return False
 
     # -- recording ------------------------------------------------------------------------------
 
@@ -87,7 +96,7 @@ class Recorder(_torch.TorchDispatchMode):
         if func.namespace == "c10d":
             return self._c10d(func, args, kwargs)
         if func in _SAME_VALUE:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             self._same(args[0], out)
             return out
         decomposed = _torch.decomposition(func)
@@ -97,7 +106,7 @@ class Recorder(_torch.TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         origin = self._origin()
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if func is torch.ops.aten.bincount.default:
             out = self._counted(out, _torch.call_arguments(func, args, kwargs)["minlength"])
         if origin is _STORING:
@@ -108,7 +117,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _without_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A call with fake tensors for the real ones: the program's own must not be written to."""
-        real = [x for x in tree_iter((args, kwargs)) if _is_real(x)]
+        real = [x for x in leaves_of((args, kwargs)) if _is_real(x)]
         if not real:
             return args, kwargs
         for x in real:
@@ -158,7 +167,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _complete(self, used: Any) -> None:
         """Wait for the messages into tensors that are about to be used."""
-        for x in tree_iter(used):
+        for x in leaves_of(used):
             pending = self._pending.get(_torch.storage_id(x)) if isinstance(x, Tensor) else None
             if pending is not None:
                 with self:  # an op has come here: inside, modes are off
@@ -173,11 +182,10 @@ class Recorder(_torch.TorchDispatchMode):
             self._record(func, args, kwargs, out, self._of_leaf())
 
     @staticmethod
-    def _group(func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
+    def _group(row: Collective, func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
         """The group that a collective is called on, while it is there, and which of its like."""
-        row = row_of(func)
-        given = _torch.call_arguments(func, args, kwargs).get("group_name") if row else None
-        if row is None or given is None:
+        given = _torch.call_arguments(func, args, kwargs).get("group_name")
+        if given is None:
             return None
         name = group_name(given)
         try:
@@ -186,11 +194,16 @@ class Recorder(_torch.TorchDispatchMode):
             raise GroupDestroyed(op=row.name, group=name) from None
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, origin: Origin) -> None:
-        if row_of(func) is None and not any(map(_is_tensor, tree_iter((args, kwargs, out)))):
+        row = row_of(func)
+        has_tensors = isinstance(out, Tensor) or row is not None
+        if not has_tensors and not any(map(_is_tensor, leaves_of((args, kwargs, out)))):
             return  # a mark for the profiler, a question
-        group = self._group(func, args, kwargs)
-        node_args, node_kwargs = tree_map(self._argument, (args, kwargs))
-        node = self.graph.call_function(func, node_args, node_kwargs)
+        group = self._group(row, func, args, kwargs) if row is not None else None
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        name = self._op_names.get(id(func))
+        node = self.graph.create_node("call_function", func, node_args, node_kwargs, name)
+        if name is None:  # fx puts it together anew for each node
+            self._op_names[id(func)] = _NUMBERED.sub("", node.name)
         if group is not None:
             node.meta["group"] = group
             origin = self._of_shards(origin)
@@ -209,7 +222,7 @@ class Recorder(_torch.TorchDispatchMode):
                     item.meta["origin"] = origin
                     self._made(part, item)
         if _torch.writes(func):
-            self._wrote(_torch.written(func, args, kwargs), list(tree_iter(out)), origin.phase)
+            self._wrote(_torch.written(func, args, kwargs), list(leaves_of(out)), origin.phase)
 
     def _wrote(self, xs: list[Tensor], outs: list[Any], phase: str) -> None:
         """After a write in place a tensor's value is the op's result, where it has one."""
@@ -231,9 +244,19 @@ class Recorder(_torch.TorchDispatchMode):
         self._kept.append(y)
 
     def _argument(self, x: Any) -> Any:
+        """What stands for an argument in the graph."""
+        if isinstance(x, Tensor):
+            return self.node_of(x)
+        kind = type(x)
+        if kind in _NUMBERS:
+            return x
+        if kind is tuple or kind is list:
+            return kind([self._argument(y) for y in x])
+        if kind is dict:
+            return {k: self._argument(y) for k, y in x.items()}
         if isinstance(x, dist.ProcessGroup):  # ops take a name as well, and a graph can be printed
             return x.group_name
-        return self.node_of(x) if isinstance(x, Tensor) else _torch.expression(x)
+        return tree_map(self._argument, x) if isinstance(x, _NESTED) else _torch.expression(x)
 
     def node_of(self, x: Tensor) -> fx.Node:
         """The node whose value the tensor is; a new input if there is none."""
@@ -428,7 +451,8 @@ class Recorder(_torch.TorchDispatchMode):
         for node in self.graph.nodes:
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.requires_grad:
-                node.meta["val"] = val.detach()  # without the autograd graph behind it
+                # without the autograd graph behind it
+                node.meta["val"] = self._run(torch.ops.aten.detach.default, (val,), {})
         return _torch.graph_module(self.graph)
 
 
@@ -439,6 +463,10 @@ class CompiledRecorder(Recorder):
     def ignore_compile_internals(cls) -> bool:
         """Dynamo compiles beside this mode; beside others it does nothing."""
         return True
+
+    @torch.compiler.disable
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
@@ -456,6 +484,23 @@ def _is_message(node: fx.Node) -> bool:
     moved = {_COPY: 1, torch.ops.aten.view.default: 0}.get(node.target)
     source = node.args[moved] if moved is not None else None
     return isinstance(source, fx.Node) and source.op == "call_function" and _is_message(source)
+
+
+def leaves_of(x: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and dicts. pytree takes ten times as long."""
+    if isinstance(x, _NESTED):
+        for y in x.values() if isinstance(x, dict) else x:
+            if isinstance(y, _NESTED):
+                yield from leaves_of(y)
+            else:
+                yield y
+    else:
+        yield x
+
+
+_NUMBERED = re.compile(r"_\d+$")
+_NESTED = (list, tuple, dict)
+_NUMBERS = {int, float, bool, str, type(None), torch.dtype, torch.device}
 
 
 def _is_tensor(x: Any) -> bool:
