@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fcoll.groups import Group, GroupLike
     from fcoll.profiling.profile import Profile, profile
     from fcoll.report.advice import Advice, advice
+    from fcoll.report.scale import Point, Points, scale
     from fcoll.report.world import WorldTimeline, timeline
     from fcoll.scheduling.plan import Plan
     from fcoll.scheduling.planner import schedule
@@ -73,6 +74,7 @@ _NAMES_OF = {
     "groups": "Group GroupLike",
     "profiling.profile": "Profile profile",
     "report.advice": "Advice advice",
+    "report.scale": "Point Points scale",
     "report.world": "WorldTimeline timeline",
     "scheduling.plan": "Plan",
     "scheduling.planner": "schedule",
@@ -112,6 +114,8 @@ __all__ = [
     "Machine",
     "MixedPrecision",
     "Plan",
+    "Point",
+    "Points",
     "Profile",
     "Reducer",
     "Trace",
@@ -132,6 +136,7 @@ __all__ = [
     "profile",
     "rank",
     "register",
+    "scale",
     "schedule",
     "scheduler",
     "sharded",

@@ -216,6 +216,13 @@ class BadMesh(FcollError):
     template = "no mesh with {what}{at}. {hint}"
 
 
+class UnusedAxis(FcollError):
+    template = (
+        "scale: with {axis}={size} nothing runs along the axis {axis!r}, and the program does not "
+        "ask for it{at}. Name an axis that it uses: mesh[{axis!r}]."
+    )
+
+
 class GroupDestroyed(FcollError):
     template = (
         "{op} on the group {group!r}, which was destroyed before or never made{at}. Destroy a "
@@ -232,8 +239,9 @@ class UnknownCollective(FcollError):
 
 class UntraceableDDP(FcollError):
     template = (
-        "torch's DistributedDataParallel, at {line}, is not traced as torch.compile would run it: "
-        "it breaks the graph. Trace it in another mode, or wrap the module in fcoll.DataParallel."
+        "torch's DistributedDataParallel is not traced as torch.compile would run it{at}: torch "
+        "cuts the graph at its buckets. Trace it in another mode, or wrap the module in "
+        "fcoll.DataParallel."
     )
 
 

@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,7 +42,23 @@ def is_library(filename: str) -> bool:
     """Is this a file of torch's or fcoll's, or generated, rather than the user's?"""
     if filename.startswith(_LIBRARIES):
         return filename != _DEMOS
+    if filename in _commands:
+        return True
     return len(filename) > 55 and _GENERATED.search(filename) is not None
+
+
+_commands: set[str] = set()
+
+
+@contextlib.contextmanager
+def command(filename: str) -> Iterator[None]:
+    """Inside, this file is but the command that runs fcoll: no line of a program."""
+    names = {filename, os.path.abspath(filename)} - _commands
+    _commands.update(names)
+    try:
+        yield
+    finally:
+        _commands.difference_update(names)
 
 
 def is_own_or_torchs(filename: str) -> bool:

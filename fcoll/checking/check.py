@@ -20,7 +20,7 @@ from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, trans
 from fcoll.checking.provenance import origins_of
 from fcoll.checking.values import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, FcollError
-from fcoll.graph.issued import Issued, describe
+from fcoll.graph.issued import Issued, describe, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.peers import Board
@@ -92,6 +92,7 @@ def check(
     mode: str = "joint",
     ranks: Iterable[int] | str | None = None,
     values: bool = False,
+    given: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Checked:
     """Prove that a program's collectives match on all ranks, or raise CollectiveMismatch.
@@ -104,7 +105,8 @@ def check(
     Where there are too many kinds to trace, ``str(result)`` says for which ranks it is proved.
     ``ranks`` names those to trace, "all" or numbers; ranks they exchange messages with are traced
     as well. Where a trace takes long, other processes, forked from this one, trace a part of these
-    ranks. ``progress(done, of)`` is called after every trace.
+    ranks. ``progress(done, of)`` is called after every trace. ``given`` are the values of sizes
+    that only a run knows, by symbol or line: {"u5": 128, "moe.py:31": 64}.
 
     ``values=True`` then runs the program on simulated ranks, up to 64, all of them, with the real
     small tensors that ``build`` makes: forward and, as in the trace, backward. What a rank raises
@@ -122,7 +124,7 @@ def check(
     tell = progress or (lambda done, of: None)
     if values:
         check_size(axes)
-    board = Board(build, axes, mode)
+    board = Board(build, axes, mode, given or {})
     if ranks is None and size > EVERY_RANK_UP_TO:
         kinds = find_kinds(board, _program, tell)
         traced = kinds.traced
@@ -208,6 +210,8 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
         raise
     assert traced.graph_module is not None
     calls = traced.collectives
+    if board.sizes:
+        calls = tuple(with_sizes(call, traced.taken) for call in calls)
     return Program(
         rank,
         calls,

@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcoll import source
 from fcoll.cli import demos, programs
 from fcoll.costs.machine import Machine, machine_dir, presets
 from fcoll.costs.model import number
@@ -104,7 +104,12 @@ def _check(args: argparse.Namespace) -> int:
         with _progress(what, args) as tell, redirect_stdout(sys.stderr):
             progress = _now_and_then(tell)
             result = check(
-                build, args.mesh, ranks=args.ranks, values=args.values, progress=progress
+                build,
+                args.mesh,
+                ranks=args.ranks,
+                values=args.values,
+                given=args.sizes,
+                progress=progress,
             )
     except (CollectiveMismatch, RankFailed) as mismatch:
         text = str(mismatch)
@@ -170,13 +175,15 @@ def _scale(args: argparse.Namespace) -> int:
             machine=machine,
             mode=args.mode,
             waits=_waits(args),
+            given=args.sizes,
             progress=tell,
         )
     title = f"{_title(args)} on {Path(args.machine).stem}"
     _write(args.svg, lambda: scaling.plot(points, axis, title))
-    found = [asdict(p) | {"exposed_share": p.exposed_share} for p in points]
-    _print(args, {"axis": axis, "points": found}, lambda: scaling.render(points, axis))
-    return FINE
+    _print(args, points.to_dict(), lambda: str(points))
+    for size, why in points.failed.items():
+        print(f"fcoll: {axis}={size} failed: {why}", file=sys.stderr)
+    return FAILED if points.failed else FINE
 
 
 def _timeline(args: argparse.Namespace) -> int:
@@ -193,6 +200,7 @@ def _timeline(args: argparse.Namespace) -> int:
             slow=args.slow,
             waits=_waits(args),
             mode=args.mode,
+            given=args.sizes,
             progress=tell,
         )
     _write(args.html, lambda: line.html(_title(args)))
@@ -290,13 +298,15 @@ def _traced_in(args: argparse.Namespace) -> Iterator[Any]:
     from fcoll.tracing.peers import Board
 
     if args.target and args.target.endswith(".json"):
-        yield programs.read_trace(args.target)
+        saved = programs.read_trace(args.target)
+        saved.take(args.sizes or {})
+        yield saved
         return
     build, axes = _build_of(args), args.mesh or {"dp": 1}
     with ExitStack() as world:
         with _progress("tracing", args), redirect_stdout(sys.stderr):
-            traced = world.enter_context(Board(build, axes, args.mode).traced(args.rank))
-            traced.sizes |= args.sizes or {}
+            board = Board(build, axes, args.mode, args.sizes or {})
+            traced = world.enter_context(board.traced(args.rank))
             _ = traced.steps  # made here: they need the world's groups
         yield traced
 
@@ -412,8 +422,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.debug:  # torch logs the traceback of what is raised
         logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
     try:
-        check_files(args)
-        return COMMANDS[args.command](args)
+        with source.command(sys.argv[0]):
+            check_files(args)
+            return COMMANDS[args.command](args)
     except BrokenPipeError:  # `fcoll report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, SystemExit) as error:
@@ -426,8 +437,7 @@ def run(args: argparse.Namespace) -> int:
 def _message(error: BaseException) -> str:
     """An error in a line; if it is not one of fcoll's, with the user's line that raised it."""
     if isinstance(error, FcollError):
-        # the nearest line outside fcoll is that of the command itself, where no program runs
-        return re.sub(rf", at {re.escape(sys.argv[0])}:\d+", "", str(error))
+        return str(error)
     told = error.args[0] if isinstance(error, KeyError) and error.args else error
     text = str(getattr(error, "msg", None) or told).partition("\n")[0].rstrip(". ")
     line = programs.line_of(error)

@@ -61,8 +61,8 @@ def _mesh(text: str) -> dict[str, int]:
 
 def _sizes(text: str) -> dict[str, int]:
     """
-    >>> _sizes("u0=64,u1=0")
-    {'u0': 64, 'u1': 0}
+    >>> _sizes("u0=64,moe.py:31=128")
+    {'u0': 64, 'moe.py:31': 128}
     """
     try:
         return {name.strip(): int(n) for name, n in (part.split("=") for part in text.split(","))}
@@ -217,6 +217,8 @@ def _program(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mesh", type=_mesh, metavar="dp=4,tp=2", help="axes of the world and their sizes"
     )
+    sizes = "values of sizes that only a run knows, by symbol or by the line that reads them"
+    command.add_argument("--sizes", type=_sizes, metavar="u0=64,moe.py:31=128", help=sizes)
 
 
 def _check(command: argparse.ArgumentParser) -> None:
@@ -260,9 +262,6 @@ def _report(command: argparse.ArgumentParser) -> None:
         "save": "the trace as JSON, for `fcoll diff` and `fcoll report FILE`",
     }.items():
         command.add_argument(f"--{option}", metavar="FILE", help=f"write {what}")
-    command.add_argument(
-        "--sizes", type=_sizes, metavar="u0=64", help="values of sizes that only a run knows"
-    )
     compared = command.add_mutually_exclusive_group()
     compared.add_argument("--before", metavar="FILE", help="a saved trace to compare with")
     compared.add_argument("--scheduler", metavar="NAME", help="also show the step as it plans it")
@@ -289,9 +288,6 @@ def _timeline(command: argparse.ArgumentParser) -> None:
 def _schedule(command: argparse.ArgumentParser) -> None:
     _priced(command)
     command.add_argument("--rank", type=int, default=0, help="the rank to trace (default 0)")
-    command.add_argument(
-        "--sizes", type=_sizes, metavar="u0=64", help="values of sizes that only a run knows"
-    )
     names = "original, safe, sink_waits, raise_comms, reorder_compute, torch, overlap, search"
     command.add_argument(
         "--schedulers", default="safe,overlap", help=f"of {names} (default safe,overlap)"

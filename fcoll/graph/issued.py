@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import sympy
 from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
@@ -55,6 +56,21 @@ class Issued:
     def wire_bytes(self) -> Any:
         """The bytes that each rank sends."""
         return self.row.wire_bytes(self.n, self.bytes)
+
+
+def with_sizes(call: Issued, sizes: Mapping[str, int]) -> Issued:
+    """The same call with values for symbols: those of shapes, bytes, splits."""
+
+    def known(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(known, x))
+        if not isinstance(x, sympy.Expr):
+            return x
+        value = x.subs({s: sizes[str(s)] for s in x.free_symbols if str(s) in sizes})
+        return int(value) if value.is_Integer else value
+
+    args = {name: known(value) for name, value in call.args.items()}
+    return replace(call, shapes=known(call.shapes), bytes=known(call.bytes), args=args)
 
 
 def messages_of(call: Issued) -> Iterator[tuple[bool, int, int]]:

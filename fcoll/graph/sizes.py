@@ -7,13 +7,16 @@ knows one: from the op that made it, or from ``torch._check(n <= 4096)`` in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
+from torch import SymInt, Tensor
+from torch.fx import Graph
 
-from fcoll.errors import MissingSize
+from fcoll.errors import BadOption, MissingSize
 from fcoll.graph import _torch
+from fcoll.graph.origin import Origin
 
 
 def values_of(size: Any) -> dict[str, int]:
@@ -22,6 +25,9 @@ def values_of(size: Any) -> dict[str, int]:
     symbols = node.expr.free_symbols if node is not None else ()
     values = {str(s): _torch.symbol_value(node, s) for s in symbols}
     return {name: value for name, value in values.items() if value is not None}
+
+
+SHOWN = 12  # symbols that an error names
 
 
 class Hints:
@@ -39,6 +45,43 @@ class Hints:
         if missing:
             raise MissingSize(symbols=", ".join(missing), first=missing[0])
         return int(node.expr.subs({s: known[str(s)] for s in node.expr.free_symbols}))
+
+
+def born_at(graph: Graph) -> dict[str, str]:
+    """The user's line that first has each symbol of a recorded graph: {"u0": "moe.py:31"}."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        origin = node.meta.get("origin")
+        for name in _symbols_in(node.meta.get("val")):
+            if name not in found:
+                found[name] = origin.source if isinstance(origin, Origin) else ""
+    return found
+
+
+def _symbols_in(value: Any) -> Iterator[str]:
+    for x in value if isinstance(value, (list, tuple)) else (value,):
+        for size in x.shape if isinstance(x, Tensor) else (x,):
+            if isinstance(size, SymInt):
+                yield from sorted(map(str, size.node.expr.free_symbols))
+
+
+def by_symbol(given: Mapping[str, int], lines: Mapping[str, str]) -> dict[str, int]:
+    """Sizes given by symbol, or by the line that reads them, as {symbol: size}.
+
+    >>> by_symbol({"u0": 3, "moe.py:31": 64}, {"u0": "a.py:7", "u1": "src/moe.py:31"})
+    {'u1': 64, 'u0': 3}
+    """
+    found, named = {}, {}
+    for key, size in given.items():
+        if key in lines or not lines:
+            named[key] = size
+            continue
+        at = [name for name, line in lines.items() if line == key or line.endswith("/" + key)]
+        if not at:
+            known = ", ".join(f"{name} ({line})" for name, line in list(lines.items())[:SHOWN])
+            raise BadOption(op="trace", arg="sizes", value=key, known=known)
+        found |= dict.fromkeys(at, size)
+    return found | named
 
 
 def to_text(expr: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from fcoll.report.scale import Point
@@ -13,7 +13,7 @@ from fcoll.units import show_bytes, show_us, table
 BAR = 28
 
 
-def render(points: Sequence[Point], axis: str) -> str:
+def render(points: Sequence[Point], axis: str, failed: Mapping[int, str] | None = None) -> str:
     """A table; its bars are the step: compute, then what is exposed."""
     most = max((p.step_us for p in points), default=0.0) or 1.0
     head = (axis, "ranks", "step", "compute", "exposed", "share", "sent a rank", "memory", "")
@@ -31,9 +31,8 @@ def render(points: Sequence[Point], axis: str) -> str:
         )
         for p in points
     ]
-    return "\n".join(
-        [*table([head, *cells], ">>>>>>>><"), "", "█ compute  ░ exposed communication"]
-    )
+    lines = [*table([head, *cells], ">>>>>>>><"), "", "█ compute  ░ exposed communication"]
+    return "\n".join([*lines, *(f"{axis}={n} failed: {why}" for n, why in (failed or {}).items())])
 
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 420, 76, 70, 44, 46

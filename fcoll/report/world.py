@@ -88,6 +88,7 @@ def timeline(
     slow: Mapping[int, float] | None = None,
     waits: str = "first use",
     mode: str = "joint",
+    given: Mapping[str, int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> WorldTimeline:
     """Run the programs of all ranks against each other, without processes.
@@ -96,7 +97,8 @@ def timeline(
     compute of some ranks take longer: {3: 1.2}. ``costs`` are times in us that go before the
     machine's: {step name: us} or a function of a Step. Up to 16 ranks are all traced; of more,
     ranks that differ only along axes on which nobody sends messages are taken to do the same.
-    A machine's ``slowdown``, ``shared_links`` and ``host_us`` count, as on one rank.
+    A machine's ``slowdown``, ``shared_links`` and ``host_us`` count, as on one rank. ``given`` are
+    the values of sizes that only a run knows, by symbol or line.
 
         >>> import torch, fcoll
         >>> def build(mesh):
@@ -113,7 +115,7 @@ def timeline(
     for rank in slow:
         if not 0 <= rank < prod(axes.values()):
             raise BadMesh(what=f"slow rank {rank}", hint="Ranks count from 0.")
-    traced = _traced(build, axes, mode, progress)
+    traced = _traced(Board(build, axes, mode, given or {}), progress)
     progress("running them")
     run_for = _run_for(axes, traced, slow)
     groups = _Groups(axes, run_for)
@@ -157,12 +159,11 @@ class _Traced:
     sizes: dict[str, int]
 
 
-def _traced(
-    build: Build, axes: dict[str, int], mode: str, progress: Callable[[str], None]
-) -> dict[int, _Traced]:
+def _traced(board: Board, progress: Callable[[str], None]) -> dict[int, _Traced]:
     """All ranks of a few; of many, those at 0 on every axis but those that send messages."""
+    axes = dict(board.axes)
     size = prod(axes.values())
-    tracer = Tracer(partial(_trace, Board(build, axes, mode)))
+    tracer = Tracer(partial(_trace, board))
     found: dict[int, _Traced] = {}
     todo = list(range(size)) if size <= EVERY_RANK_UP_TO else sorted({0, size - 1})
     while todo:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -133,6 +134,23 @@ def real_meshes() -> Iterator[None]:
 
 
 @contextmanager
+def around_axes(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call note(axes) whenever a mesh is asked for axes, by name or number."""
+    names = ("__getitem__", "get_group", "get_local_rank", "size")
+
+    def around(original: Any) -> Any:
+        def method(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+            for given in (*args, *kwargs.values()):
+                note(given)
+            return original(mesh, *args, **kwargs)
+
+        return method
+
+    with replaced(DeviceMesh, {name: around(vars(DeviceMesh)[name]) for name in names}):
+        yield
+
+
+@contextmanager
 def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     """Call before(work) whenever the program waits for a handle of a fake or real group."""
     classes = [cls for cls in (dist.Work, FakeWork) if "wait" in vars(cls)]
@@ -174,6 +192,39 @@ def around_exchanges(with_symbols: Callable[..., Any]) -> Iterator[None]:
     ours = {name: around(getattr(dist.ProcessGroup, name)) for name in names}
     with replaced(dist.ProcessGroup, ours):
         yield
+
+
+@contextmanager
+def around_objects(ours: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, these functions of torch.distributed are ours, under whatever name a program has
+    them: each is a wrapper around another, which is put in its place."""
+    cells = []
+    for name, fn in ours.items():
+        wrapper: Any = getattr(c10d, name)
+        inner = getattr(wrapper, "__wrapped__", None)
+        cells += [(c, fn, inner) for c in wrapper.__closure__ or () if c.cell_contents is inner]
+    for cell, fn, _ in cells:
+        cell.cell_contents = fn
+    try:
+        yield
+    finally:
+        for cell, _, inner in cells:
+            cell.cell_contents = inner
+
+
+def sharded_group(frame: FrameType | None) -> tuple[Any, bool] | None:
+    """The group of FSDP2's parameters that a frame gathers or reduces for, innermost, and is it
+    after its backward pass?"""
+    while frame is not None and frame.f_code is not ENGINE_CODE:
+        if frame.f_code.co_filename.endswith(_FSDP_GROUP):
+            group = frame.f_locals.get("self")
+            if hasattr(group, "fsdp_params"):
+                return group, frame.f_code.co_name == "post_backward"
+        frame = frame.f_back
+    return None
+
+
+_FSDP_GROUP = os.path.join("_fully_shard", "_fsdp_param_group.py")
 
 
 def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:
@@ -309,7 +360,7 @@ def around_backward(before: Callable[[bool], None]) -> Iterator[None]:
     from torch._dynamo.decorators import skip
 
     def run(roots: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kw: Any):
-        if TracingContext.try_get() is None:  # else AOTAutograd's, which makes a graph of it
+        if not is_compiling():  # else AOTAutograd's, which makes a graph of it
             before(create_graph and not kw.get("accumulate_grad", True))
         return _engine_run_backward(roots, grads, retain_graph, create_graph, *args, **kw)
 
@@ -370,11 +421,49 @@ def aot_backend(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ca
     )
 
 
-def compiled_anew() -> AbstractContextManager[Any]:
+@contextmanager
+def compiled_anew(backend: Callable[..., Any]) -> Iterator[None]:
     """Dynamo compiles a function for each trace's backend, however often it did so before: past
-    its limit it would run it as it is, and nothing of it would be recorded."""
+    its limit it would run it as it is, and nothing of it would be recorded. What the program
+    itself compiles with any other backend is compiled with this one."""
     endless = 1_000_000
-    return torch._dynamo.config.patch(recompile_limit=endless, accumulated_recompile_limit=endless)
+    patched = torch._dynamo.config.patch(
+        recompile_limit=endless, accumulated_recompile_limit=endless
+    )
+    with patched, torch.compiler.set_stance("default", force_backend=backend):
+        yield
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """What the program compiles runs as it is written, fullgraph=True or not."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def compiled_modules(
+    modules: Iterable[torch.nn.Module], backend: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, these modules' calls are compiled; what the program compiles stays as it is."""
+    ours = [m for m in modules if m._compiled_call_impl is None]
+    for module in ours:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+    try:
+        yield
+    finally:
+        for module in ours:
+            module._compiled_call_impl = None
+
+
+def is_of_compiler(error: Exception) -> bool:
+    """Is it torch.compile that failed?"""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_compiling() -> bool:
+    """Is it Dynamo or AOTAutograd that runs this, to make a graph of it?"""
+    return TracingContext.try_get() is not None
 
 
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,6 +482,22 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     if op_name(op) == "_c10d_functional::wait_tensors":
         return lambda tensors: [torch.ops._c10d_functional.wait_tensor(x) for x in tensors]
     return op.decompose if op._can_decompose() else None
+
+
+@functools.cache
+def is_pure(op: Any) -> bool:
+    """Does it write nothing, and do no values decide the sizes of its result?"""
+    by_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not op._schema.is_mutable and by_values.isdisjoint(op.tags)
+
+
+def new_fake(mode: Any, like: Any, storage: Any = None) -> Any:
+    """A fake tensor with these sizes and strides, on new memory or this one."""
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device="meta")
+        if storage is not None:
+            made.set_(storage, like.offset, like.size, like.stride)
+    return FakeTensor(mode, made, like.device)
 
 
 @functools.cache

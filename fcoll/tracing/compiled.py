@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -16,22 +18,38 @@ from fcoll.tracing import _torch
 from fcoll.tracing.recorder import Recorder
 
 
-def compiled(fn: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    """fn under torch.compile with a backend whose graphs, when they run, are recorded op by op."""
+@contextmanager
+def compiled(
+    fn: Callable[..., Any], modules: Sequence[torch.nn.Module] | None, recorder: Recorder
+) -> Iterator[Callable[..., Any]]:
+    """fn under torch.compile, or with these modules of it compiled, with a backend whose graphs,
+    when they run, are recorded op by op. What runs between graphs is recorded as it runs."""
+    backend = _torch.aot_backend(_compiler(recorder, "fwd"), _compiler(recorder, "bwd"))
+    recorder.by_memory = True
+    with warnings.catch_warnings(), _torch.compiled_anew(backend):
+        # Dynamo looks at the loss's .grad where it resumes after the backward pass
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        if modules is None:
+            yield torch.compile(_fresh(fn), backend=backend)
+        else:
+            with _torch.compiled_modules(modules, backend):
+                yield fn
 
-    def compiler(phase: str) -> Callable[..., Any]:
-        def compile(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            run = _Recorded(graph_module, recorder, phase).run_recorded
-            return _torch.boxed(run)
 
-        return compile
+def _compiler(recorder: Recorder, phase: str) -> Callable[..., Any]:
+    def compile(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _torch.boxed(_Recorded(graph_module, recorder, phase).run_recorded)
+
+    return compile
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with code of its own, which torch.compile's results for it go away with."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    # Code of its own, which torch.compile's results for it go away with.
-    fresh = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-    return torch.compile(fresh, backend=_torch.aot_backend(compiler("fwd"), compiler("bwd")))
+    return FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
 
 
 class _Recorded(fx.Interpreter):
@@ -42,11 +60,8 @@ class _Recorded(fx.Interpreter):
         self.recorder, self.phase = recorder, phase
 
     def run_recorded(self, *args: Any) -> Any:
-        with self.recorder, torch.no_grad():
-            results = self.run(*args)
-        if self.phase == "bwd":  # autograd may copy them: nothing that is recorded uses them
-            self.recorder.results += [x for x in results if isinstance(x, torch.Tensor)]
-        return results
+        with torch.no_grad():
+            return self.run(*args)
 
     def run_node(self, n: fx.Node) -> Any:
         self.recorder.given = _origin(n, self.phase)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fcoll import _torch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
 from fcoll.tracing import ddp
+from fcoll.tracing._torch import around_axes
 
 _active: list[fake_world] = []
 
@@ -72,6 +74,19 @@ class fake_world:
         rows = rows.reshape(-1, rows.shape[-1])
         mine = rows[(rows == self.rank).any(1)][0].tolist()
         return _torch.fake_group(mine, self.rank, axis, f"mesh_{axis}")
+
+
+@contextmanager
+def axes_asked_for() -> Iterator[set[str]]:
+    """The axes that a program names while this is open: mesh["tp"], mesh.get_group("tp")."""
+    asked: set[str] = set()
+
+    def note(given: Any) -> None:
+        names = given if isinstance(given, (tuple, list)) else (given,)
+        asked.update(name for name in names if isinstance(name, str))
+
+    with around_axes(note):
+        yield asked
 
 
 def current_axes() -> dict[str, int]:

@@ -29,6 +29,7 @@ class Board:
     build: Build
     axes: Mapping[str, int]
     mode: str = "joint"
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by symbol or line
     said: dict[Key, Any] = field(default_factory=dict)
 
     @contextmanager
@@ -52,6 +53,7 @@ class Board:
             with asking(alike) if alike is not None else nullcontext():
                 fn, args = self.build(mesh)
                 made = trace(fn, *args, mode=self.mode)
+            made.take(self.sizes)
             if alike is not None:
                 alike.issued(made.collectives)
             return made

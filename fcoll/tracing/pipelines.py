@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -36,9 +36,12 @@ def stages_told(
 
     prepare = schedules._PipelineSchedule._initialize_pp_stages
 
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        with pause():
-            return prepare(*args, **kwargs)
+    def initialize(schedule: Any, stages: list[Any], *args: Any, **kwargs: Any) -> Any:
+        replicas = [one.submod for one in stages if _torch.is_ddp(one.submod)]
+        with pause(), ExitStack() as stack:
+            for replica in replicas:  # or its first backward pass would reduce
+                stack.enter_context(replica.no_sync())
+            return prepare(schedule, stages, *args, **kwargs)
 
     def vote(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         for one in stages:

@@ -47,11 +47,12 @@ def reading_compiled(values: Values) -> Iterator[None]:
     """The same for a compiled step: values are plain numbers, which Dynamo knows."""
 
     def item(x: Tensor) -> Any:
-        if not x.is_meta or isinstance(x, _torch.FakeTensor):
-            return read(x)
-        if x.dtype is torch.bool:
+        found = read(x)
+        if not isinstance(found, _torch.SYMBOLS) or _torch.is_compiling():
+            return found
+        if isinstance(found, SymBool):
             return values.decide()
-        return values.plain_float() if x.dtype.is_floating_point else values.plain_int()
+        return values.plain_float() if isinstance(found, SymFloat) else values.plain_int()
 
     read = Tensor.item
     conversions = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}

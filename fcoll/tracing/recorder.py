@@ -22,14 +22,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
 from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
-from fcoll.tracing import _torch, c10d, pipelines, told
+from fcoll.table.row import Collective
+from fcoll.tracing import _torch, c10d, objects, pipelines, told
+from fcoll.tracing.results import Results
 from fcoll.tracing.values import user_line
 
 
@@ -45,27 +47,36 @@ class Recorder(_torch.TorchDispatchMode):
         self, names: dict[int, str], modules: dict[Any, str], outermost: FrameType, fake: Any
     ) -> None:
         super().__init__()
-        self.fake = fake  # the mode that fake tensors are of, None if there are none
+        self.fake = fake  # the mode that fake tensors are of
+        self._run = Results(fake).call
         self._fakes: dict[int, Tensor] = {}  # id of a real tensor -> the fake one in its place
         self.graph = fx.Graph()
         self.given: Origin | None = None  # for what runs next, where somebody else knows it
         self.ran_backward = False
         self.notes: list[str] = []  # on what only a run knows
-        self.results: list[Tensor] = []  # to be outputs, besides those that finish() is given
         self.by_memory = False  # a new tensor object may be a known value: go by its memory too
         self._by_memory: dict[Any, fx.Node] = {}
         self._names = names  # id of a tensor that the program had before -> its name
         self._modules = modules  # a module -> its path
         self._outermost = outermost
-        self._in_optimizer = self._paused = False
+        self._paused = False
+        self._optimizers = 0  # at work: one may be inside another
+        self._lines_of_shards: dict[str, Frames] = {}  # a module that FSDP2 gathers -> its call
         self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> the node that made it
         self._kept: list[Tensor] = []  # so that ids stay theirs
         self._origins: list[tuple[int, Origin]] = []  # by number of the autograd node they made
         self._last_input: fx.Node | None = None
         self._pending: dict[int, c10d.Pending] = {}  # by the storage that is being written
         self._works: dict[int, tuple[Any, c10d.Pending]] = {}  # by the handle's id, held with it
-        self._is_library: dict[CodeType, bool] = {}
+        # by id, held with it: a code's hash goes over its constants, and Dynamo's may have none
+        self._is_library: dict[int, tuple[CodeType, bool]] = {}
         self._interned: dict[Any, Any] = {}
+        self._op_names: dict[int, str] = {}  # an op -> what its nodes are called
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps a mode's method for Dynamo, a tenth of a trace's time: here none runs."""
+        return False
 
     # -- recording ------------------------------------------------------------------------------
 
@@ -85,7 +96,7 @@ class Recorder(_torch.TorchDispatchMode):
         if func.namespace == "c10d":
             return self._c10d(func, args, kwargs)
         if func in _SAME_VALUE:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             self._same(args[0], out)
             return out
         decomposed = _torch.decomposition(func)
@@ -95,7 +106,7 @@ class Recorder(_torch.TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         origin = self._origin()
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if func is torch.ops.aten.bincount.default:
             out = self._counted(out, _torch.call_arguments(func, args, kwargs)["minlength"])
         if origin is _STORING:
@@ -106,7 +117,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _without_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A call with fake tensors for the real ones: the program's own must not be written to."""
-        real = [x for x in tree_iter((args, kwargs)) if _is_real(x)]
+        real = [x for x in leaves_of((args, kwargs)) if _is_real(x)]
         if not real:
             return args, kwargs
         for x in real:
@@ -156,7 +167,7 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _complete(self, used: Any) -> None:
         """Wait for the messages into tensors that are about to be used."""
-        for x in tree_iter(used):
+        for x in leaves_of(used):
             pending = self._pending.get(_torch.storage_id(x)) if isinstance(x, Tensor) else None
             if pending is not None:
                 with self:  # an op has come here: inside, modes are off
@@ -171,11 +182,10 @@ class Recorder(_torch.TorchDispatchMode):
             self._record(func, args, kwargs, out, self._of_leaf())
 
     @staticmethod
-    def _group(func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
+    def _group(row: Collective, func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
         """The group that a collective is called on, while it is there, and which of its like."""
-        row = row_of(func)
-        given = _torch.call_arguments(func, args, kwargs).get("group_name") if row else None
-        if row is None or given is None:
+        given = _torch.call_arguments(func, args, kwargs).get("group_name")
+        if given is None:
             return None
         name = group_name(given)
         try:
@@ -184,13 +194,19 @@ class Recorder(_torch.TorchDispatchMode):
             raise GroupDestroyed(op=row.name, group=name) from None
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, origin: Origin) -> None:
-        if row_of(func) is None and not any(map(_is_tensor, tree_iter((args, kwargs, out)))):
+        row = row_of(func)
+        has_tensors = isinstance(out, Tensor) or row is not None
+        if not has_tensors and not any(map(_is_tensor, leaves_of((args, kwargs, out)))):
             return  # a mark for the profiler, a question
-        group = self._group(func, args, kwargs)
-        node_args, node_kwargs = tree_map(self._argument, (args, kwargs))
-        node = self.graph.call_function(func, node_args, node_kwargs)
+        group = self._group(row, func, args, kwargs) if row is not None else None
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        name = self._op_names.get(id(func))
+        node = self.graph.create_node("call_function", func, node_args, node_kwargs, name)
+        if name is None:  # fx puts it together anew for each node
+            self._op_names[id(func)] = _NUMBERED.sub("", node.name)
         if group is not None:
             node.meta["group"] = group
+            origin = self._of_shards(origin)
         if origin.phase == "fwd" and (later := self._phase_of_inputs(node)) != "fwd":
             origin = self._intern(Origin(origin.frames, origin.module, later))
         node.meta["origin"] = origin
@@ -206,7 +222,7 @@ class Recorder(_torch.TorchDispatchMode):
                     item.meta["origin"] = origin
                     self._made(part, item)
         if _torch.writes(func):
-            self._wrote(_torch.written(func, args, kwargs), list(tree_iter(out)), origin.phase)
+            self._wrote(_torch.written(func, args, kwargs), list(leaves_of(out)), origin.phase)
 
     def _wrote(self, xs: list[Tensor], outs: list[Any], phase: str) -> None:
         """After a write in place a tensor's value is the op's result, where it has one."""
@@ -228,9 +244,19 @@ class Recorder(_torch.TorchDispatchMode):
         self._kept.append(y)
 
     def _argument(self, x: Any) -> Any:
+        """What stands for an argument in the graph."""
+        if isinstance(x, Tensor):
+            return self.node_of(x)
+        kind = type(x)
+        if kind in _NUMBERS:
+            return x
+        if kind is tuple or kind is list:
+            return kind([self._argument(y) for y in x])
+        if kind is dict:
+            return {k: self._argument(y) for k, y in x.items()}
         if isinstance(x, dist.ProcessGroup):  # ops take a name as well, and a graph can be printed
             return x.group_name
-        return self.node_of(x) if isinstance(x, Tensor) else _torch.expression(x)
+        return tree_map(self._argument, x) if isinstance(x, _NESTED) else _torch.expression(x)
 
     def node_of(self, x: Tensor) -> fx.Node:
         """The node whose value the tensor is; a new input if there is none."""
@@ -295,7 +321,7 @@ class Recorder(_torch.TorchDispatchMode):
         frames, module, in_engine = self._python_stack()
         running = _torch.running_node()
         if not in_engine:
-            phase = "opt" if self._in_optimizer else "fwd"
+            phase = "opt" if self._optimizers else "fwd"
             origin = self._intern(Origin(frames, module, phase))
             made = _torch.sequence_nr()
             if not self._origins or self._origins[-1][0] < made:
@@ -325,6 +351,20 @@ class Recorder(_torch.TorchDispatchMode):
         user = next(iter(node.users), None) if node is not None else None
         found = user.meta["origin"] if user is not None else _NOWHERE
         return self._intern(Origin(found.frames, found.module, "bwd"))
+
+    def _of_shards(self, origin: Origin) -> Origin:
+        """Of what FSDP2 gathers or reduces: the module whose parameters they are, and the line that
+        calls it, whoever asks for them ahead."""
+        found = _torch.sharded_group(sys._getframe(2))
+        if found is None:
+            return origin
+        group, after_backward = found
+        module = self._modules.get(group.modules[0], origin.module)
+        phase = "bwd" if after_backward else origin.phase
+        if phase == "fwd":
+            self._lines_of_shards.setdefault(module, origin.frames)
+        frames = self._lines_of_shards.get(module, origin.frames)
+        return self._intern(Origin(frames, module, phase))
 
     def _python_stack(self) -> tuple[Frames, str, bool]:
         """The user's frames, the path of the innermost module that is being called, and whether it
@@ -356,10 +396,10 @@ class Recorder(_torch.TorchDispatchMode):
         return self._intern(tuple(reversed(found)))
 
     def _of_library(self, code: CodeType) -> bool:
-        known = self._is_library.get(code)
+        known = self._is_library.get(id(code))
         if known is None:
-            known = self._is_library[code] = is_library(code.co_filename)
-        return known
+            known = self._is_library[id(code)] = code, is_library(code.co_filename)
+        return known[1]
 
     def _intern(self, x: Any) -> Any:
         return self._interned.setdefault(x, x)
@@ -368,11 +408,11 @@ class Recorder(_torch.TorchDispatchMode):
     def listening(self) -> Iterator[Recorder]:
         """Record, knowing whether an optimizer is at work."""
 
-        def optimizer(on: bool) -> Any:
-            return lambda *_: setattr(self, "_in_optimizer", on)
+        def optimizer(more: int) -> Any:
+            return lambda *_: setattr(self, "_optimizers", self._optimizers + more)
 
-        before = register_optimizer_step_pre_hook(optimizer(True))
-        after = register_optimizer_step_post_hook(optimizer(False))
+        before = register_optimizer_step_pre_hook(optimizer(1))
+        after = register_optimizer_step_post_hook(optimizer(-1))
         try:
             with (
                 self,
@@ -380,6 +420,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
+                objects.traced(self.notes),
                 pipelines.stages_told(self.paused, told.say, told.ask),
             ):
                 yield self
@@ -403,15 +444,29 @@ class Recorder(_torch.TorchDispatchMode):
                     node.meta["origin"] = Origin(origin.frames, origin.module, phase)
 
     def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
-        """The graph with the nodes of these tensors, and of the results noted, as outputs."""
-        nodes = [self.known(x) for x in (*outputs, *self.results)]
+        """The graph with the nodes of these tensors as outputs."""
+        nodes = [self.known(x) for x in outputs]
         self._settle_phases()
         self.graph.output(tuple(node for node in nodes if node is not None))
         for node in self.graph.nodes:
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.requires_grad:
-                node.meta["val"] = val.detach()  # without the autograd graph behind it
+                # without the autograd graph behind it
+                node.meta["val"] = self._run(torch.ops.aten.detach.default, (val,), {})
         return _torch.graph_module(self.graph)
+
+
+class CompiledRecorder(Recorder):
+    """Records a program that torch.compile makes graphs of: what these do as they run."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles beside this mode; beside others it does nothing."""
+        return True
+
+    @torch.compiler.disable
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
@@ -429,6 +484,23 @@ def _is_message(node: fx.Node) -> bool:
     moved = {_COPY: 1, torch.ops.aten.view.default: 0}.get(node.target)
     source = node.args[moved] if moved is not None else None
     return isinstance(source, fx.Node) and source.op == "call_function" and _is_message(source)
+
+
+def leaves_of(x: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and dicts. pytree takes ten times as long."""
+    if isinstance(x, _NESTED):
+        for y in x.values() if isinstance(x, dict) else x:
+            if isinstance(y, _NESTED):
+                yield from leaves_of(y)
+            else:
+                yield y
+    else:
+        yield x
+
+
+_NUMBERED = re.compile(r"_\d+$")
+_NESTED = (list, tuple, dict)
+_NUMBERS = {int, float, bool, str, type(None), torch.dtype, torch.device}
 
 
 def _is_tensor(x: Any) -> bool:

@@ -7,10 +7,9 @@ import inspect
 import json
 import re
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import FrameType
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import BadOption, DataDependent, UntraceableDDP
 from fcoll.graph.issued import Issued, collectives_of
-from fcoll.graph.sizes import from_text, to_text
+from fcoll.graph.sizes import born_at, by_symbol, from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
 from fcoll.source import Site, is_library
 from fcoll.tracing import _torch, ddp
@@ -31,8 +30,8 @@ from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fake_world import current_axes
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.reading import reading, reading_compiled
-from fcoll.tracing.recorder import Recorder, parts_of
-from fcoll.tracing.values import Values, line_of, user_line
+from fcoll.tracing.recorder import CompiledRecorder, Recorder, parts_of
+from fcoll.tracing.values import Values, line_of
 from fcoll.tracing.variants import settled
 from fcoll.units import show_bytes, table
 
@@ -49,6 +48,7 @@ class Trace:
     """
 
     notes: tuple[str, ...] = ()
+    taken: Mapping[str, int] = {}  # the values of sizes that were given by take()
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Trace:
         """The graph as a timeline and a scheduler see it.
 
         Sizes that only a run knows are taken to be as large as they can be. For one without a bound
-        say ``trace.sizes["u0"] = 4096`` first, or MissingSize is raised.
+        say ``trace.take({"u0": 4096})`` first, or MissingSize is raised.
         """
         assert self.graph_module is not None
         return steps_of(self.graph_module, self.collectives, sizes=self.sizes)
@@ -85,6 +85,14 @@ class Trace:
         """The values of symbolic sizes in this trace: {"s0": 128}; or, of those that only a run
         knows, their upper bounds; of an exchange's splits, even shares."""
         return sizes_of(self.graph_module) if self.graph_module is not None else {}
+
+    def take(self, sizes: Mapping[str, int]) -> None:
+        """Give sizes that only a run knows a value, by symbol or by the line that reads them:
+        ``trace.take({"u5": 128, "moe.py:31": 64})``."""
+        if sizes:
+            lines = born_at(self.graph_module.graph) if self.graph_module is not None else {}
+            self.taken = by_symbol(sizes, lines)
+            self.sizes |= self.taken
 
     def to_json(self) -> str:
         """The trace without its graph, as text."""
@@ -210,8 +218,9 @@ def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any
     own; else it runs that of the sum of the results. (Gradients that are to be differentiated
     again, autograd.grad with create_graph=True, are a part of the forward pass.) "forward" leaves
     out the backward pass that ``fn`` does not run itself. "compiled" is the step as torch.compile
-    makes it: AOTAutograd's graphs one after the other, without in-place ops; what runs between
-    them (where Dynamo breaks the graph) is not in it.
+    makes it: AOTAutograd's graphs one after the other, without in-place ops, and what runs between
+    them, where Dynamo breaks the graph. Where torch cannot compile the step as a whole, its
+    outermost modules are compiled.
 
     Tensors may be real, fake or on the meta device: nothing is computed and nothing large is
     allocated. Parameters, gradients and optimizer states are afterwards what they were.
@@ -229,7 +238,7 @@ def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any
         raise BadOption(op="trace", arg="mode", value=mode, known=MODES)
     found = reachable(fn, args, kwargs)
     if mode == "compiled" and any(map(_torch.is_ddp, found.modules)):
-        raise UntraceableDDP(line=user_line())
+        raise UntraceableDDP(mode=mode)
     step = _Step(fn, args, kwargs, mode, found, caller=sys._getframe(1))
     with _no_collection():
         traced, notes = settled(step.run)
@@ -247,12 +256,11 @@ class _Step:
     mode: str
     found: Found
     caller: FrameType
+    compiled_modules: list[torch.nn.Module] | None = None  # where torch cannot compile the whole
 
     @cached_property
     def fake(self) -> Any:
         """The fake mode of all runs: that of the program's fake tensors, if it has any."""
-        if self.mode == "compiled":
-            return None
         tensors = [x for x, _ in self.found.tensors.values()]
         return _torch.detect_fake_mode(tensors) or _torch.fake_mode()
 
@@ -266,16 +274,30 @@ class _Step:
 
     def run(self, values: Values) -> Trace:
         """Run it once and write down what it does; where it asks for values, it gets these."""
-        with faked(self.found, self.fake) as copies, self.fake or nullcontext():
+        try:
+            return self._run(values)
+        except Exception as error:
+            outermost = [m for m, path in self.found.modules.items() if not path]
+            tried = self.mode != "compiled" or self.compiled_modules is not None
+            if tried or not outermost or not _torch.is_of_compiler(error):
+                raise
+            # As people do: torch.compile(model), and the step around it as it is.
+            self.compiled_modules = outermost
+            values.forget()
+            return self._run(values)
+
+    def _run(self, values: Values) -> Trace:
+        with faked(self.found, self.fake) as copies, self.fake:
             args, kwargs = tree_map(
                 lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x,
                 (self.args, self.kwargs),
             )
             tensors = [(copies.get(id(x), x), name) for x, name in self.found.tensors.values()]
-            recorder = Recorder(_names(tensors), self.found.modules, self.caller, self.fake)
+            kind = CompiledRecorder if self.mode == "compiled" else Recorder
+            recorder = kind(_names(tensors), self.found.modules, self.caller, self.fake)
             try:
                 with self._reading(values, recorder), self._reducers(recorder):
-                    out = _run(self.fn, args, kwargs, self.mode, recorder)
+                    out = self._call(args, kwargs, recorder)
             except _torch.NO_VALUE as error:
                 raise DataDependent(line=line_of(error), why="") from None
             leaves = [*tree_iter(out), *(x.grad for x, _ in tensors if x.is_leaf)]
@@ -286,6 +308,25 @@ class _Step:
         made = Trace(graph_module, collectives, rank, current_axes())
         made.notes = tuple(dict.fromkeys(recorder.notes))
         return made
+
+    def _call(self, args: Any, kwargs: Any, recorder: Recorder) -> Any:
+        """Run the program, recording; and its backward pass, if it did not run one."""
+        around = _torch.around_backward(recorder.runs_backward)
+        with around, recorder.listening(), self._compiled(recorder) as step:
+            out = step(*args, **kwargs)
+            if self.mode != "forward" and not recorder.ran_backward:
+                backward_of(out)
+        return out
+
+    @contextmanager
+    def _compiled(self, recorder: Recorder) -> Iterator[Callable[..., Any]]:
+        """The step as torch.compile makes it, in that mode."""
+        if self.mode == "compiled":
+            with compiled(self.fn, self.compiled_modules, recorder) as step:
+                yield step
+        else:
+            with _torch.not_compiled():
+                yield self.fn
 
     def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
         """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
@@ -307,25 +348,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _run(fn: Any, args: Any, kwargs: Any, mode: str, recorder: Recorder) -> Any:
-    """Run the program in a mode, recording; and its backward pass, if it did not run one."""
-    with _torch.around_backward(recorder.runs_backward):
-        if mode == "compiled":
-            recorder.by_memory = True
-            with warnings.catch_warnings(), _torch.compiled_anew():
-                # Dynamo looks at the loss's .grad where it resumes after the backward pass
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                out = compiled(fn, recorder)(*args, **kwargs)
-                if not recorder.ran_backward:
-                    backward_of(out)
-            return out
-        with recorder.listening():
-            out = fn(*args, **kwargs)
-            if mode == "joint" and not recorder.ran_backward:
-                backward_of(out)
-    return out
 
 
 def _names(tensors: Any) -> dict[int, str]:

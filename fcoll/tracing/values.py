@@ -38,6 +38,12 @@ class Values:
     ints: str = ""  # and that of a plain int, which could be a size
     _decided: dict[Any, bool] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """What was asked: the step begins anew."""
+        self.asked.clear()
+        self._decided.clear()
+        self.floats = self.ints = ""
+
     def decide(self, usual: bool = False, condition: Any = None) -> bool:
         """The answer to a branch on a value; to the same condition the same."""
         if condition is not None and condition in self._decided:

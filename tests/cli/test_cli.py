@@ -39,6 +39,18 @@ def broken(mesh):
         return fcoll.all_reduce(x, "max" if first else "sum", mesh)
     return step, (torch.empty(8, device="meta"),)
 
+def only_even(mesh):
+    if mesh["tp"].size() % 2:
+        raise ValueError("odd")
+    return build(mesh)
+
+def gathered(mesh):
+    def step(x):
+        n = x.sum().long().item()
+        rows = torch.empty(n, 4)
+        return fcoll.all_reduce(rows, "sum", mesh).sum()
+    return step, (torch.ones(8),)
+
 number = 3
 """
 
@@ -180,6 +192,35 @@ def test_scale_keeps_the_other_axes(fcoll_):
     )
     assert code == FINE
     assert [(p["size"], p["ranks"]) for p in json.loads(out)["points"]] == [(2, 4), (4, 8)]
+
+
+def test_scale_keeps_the_points_that_are_done(fcoll_):
+    code, out, err = fcoll_("scale", "train_it:only_even", "--axis", "tp=2,3,4", "-q")
+    assert code == FAILED and "tp=3 failed: ValueError: odd" in err
+    assert [row.split()[0] for row in out.splitlines()[1:3]] == ["2", "4"] and "tp=3 failed" in out
+    found = json.loads(fcoll_("scale", "train_it:only_even", "--axis", "tp=2,3", "-q", "--json")[1])
+    assert [p["size"] for p in found["points"]] == [2] and list(found["failed"]) == ["3"]
+    code, _, err = fcoll_("scale", "train_it:only_even", "--axis", "tp=3,5", "-q")
+    assert code == FAILED and "ValueError: odd" in err and "train_it.py" in err
+
+
+def test_scale_along_an_axis_that_the_program_does_not_know(fcoll_):
+    code, _, err = fcoll_("scale", "--demo", "tiny", "--axis", "td=2,4", "-q")
+    assert code == FAILED and "nothing runs along the axis 'td'" in err
+
+
+@pytest.mark.parametrize("key", ["u0", "train_it.py:{line}"])
+@pytest.mark.parametrize("command", ["report", "scale", "check", "schedule", "timeline"])
+def test_sizes_that_only_a_run_knows(fcoll_, command, key):
+    """By symbol or by line; of a size without a bound the command asks for one."""
+    line = next(i for i, text in enumerate(PROGRAM.splitlines(), 1) if ".item()" in text)
+    mesh = ["--axis", "tp=2"] if command == "scale" else ["--mesh", "tp=2"]
+    program = [command, "train_it:gathered", *mesh, "-q"]
+    given = ["--sizes", f"{key.format(line=line)}=64"]
+    code, _, err = fcoll_(*program, *given)
+    assert code == FINE, err
+    code, _, err = fcoll_(*program, "--sizes", "nowhere.py:3=64")
+    assert code == FAILED and "u0 (" in err and f"train_it.py:{line}" in err
 
 
 # -- calibrate ---

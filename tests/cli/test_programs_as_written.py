@@ -17,7 +17,10 @@ from fcoll.tracing.peers import Board
 from fcoll.tracing.told import Talk, talking
 
 FOLDER = Path(__file__).parents[1] / "programs_as_written"
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),  # torch's optimizers
+]
 
 # By hand, of one rank: {program: (mesh, rank, "collective axis phase": count)}.
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -72,6 +75,38 @@ PROGRAMS = {
     ),
     "written_out:context_parallel": ("cp=4", 2, {"isend cp fwd": 6, "irecv cp fwd": 6}),
     "written_out:amp": ("dp=4", 0, {"all_reduce_ dp bwd": 1}),
+    # the last stage of 2: the gradients once, after the last of 4 microbatches
+    "combined:pipeline_of_replicas": (
+        "pp=2,dp=2",
+        2,
+        {"irecv pp fwd": 4, "isend pp bwd": 4, "all_reduce_ dp bwd": 1},
+    ),
+    # 2 layers: gathered for the first forward pass, which leaves none; each backward pass gathers
+    # them anew and leaves them for the next forward pass
+    "combined:pipeline_of_shards": (
+        "pp=2,dp=2",
+        2,
+        {
+            "irecv pp fwd": 4,
+            "isend pp bwd": 4,
+            f"{GATHER}_out dp fwd": 2,
+            f"{GATHER}_out dp bwd": 8,
+            f"{SCATTER}_out dp bwd": 2,
+        },
+    ),
+    # each of 4 parameters from the rank that has stepped it
+    "combined:sharded_optimizer": ("dp=4", 1, {"all_reduce_ dp bwd": 1, "broadcast_ dp opt": 4}),
+    # sizes and bytes of the objects
+    "combined:with_objects": (
+        "dp=4",
+        3,
+        {
+            "broadcast_ dp fwd": 2,
+            "all_reduce_ dp bwd": 1,
+            f"{GATHER} dp fwd": 2,
+            "barrier dp fwd": 1,
+        },
+    ),
     # as both above, the norms' gradients and the norm along tp, two numbers to log
     "written_out:titan": (
         "dp=2,tp=2",
@@ -101,6 +136,15 @@ def test_traced_and_checked(name):
     checked = check(build, axes)
     assert checked.ok, str(checked)
     assert not any("not compared" in note for note in checked.notes)
+
+
+def test_what_is_gathered_for_a_layer_is_at_its_line_in_all_phases():
+    build = loaded("sharded:fsdp2")
+    with Board(build, {"dp": 4}).traced(0) as trace:
+        calls = [c for c in trace.collectives if c.op.endswith("_out")]
+    places = {(c.module, c.source) for c in calls}
+    assert {module for module, _ in places} == {"", "layers.0", "layers.1"}
+    assert len(places) == 3 and len({line for _, line in places}) == 2  # a loop, and the call
 
 
 @pytest.mark.parametrize("name", ["pipelined:one_f_one_b", "written_out:titan"])
