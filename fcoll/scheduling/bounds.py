@@ -112,6 +112,35 @@ def peak_bytes(problem: Problem, order: Sequence[int]) -> int:
     return max(memory_profile(problem, order), default=problem.held_bytes)
 
 
+def exposed_us(problem: Problem, order: Sequence[int]) -> dict[str, float]:
+    """How long compute waits for each collective, by the name of its start."""
+    free = [0.0] * len(problem.streams)
+    ends = [0.0] * problem.n
+    last = [-1] * len(problem.streams)
+    before: dict[int, int] = {}  # the collective that another one queued behind
+    found: dict[str, float] = {}
+    now = 0.0
+    for u in order:
+        begin = max([now, *(ends[v] for v in problem.flights[u])])
+        if problem.kind[u] == START:
+            s = problem.stream[u]
+            if free[s] > begin:
+                before[u] = last[s]
+            begin = max(begin, free[s])
+            ends[u] = free[s] = begin + problem.us[u]
+            last[s] = u
+            continue
+        if begin > now and problem.flights[u]:
+            v: int | None = max(problem.flights[u], key=ends.__getitem__)
+            end = begin
+            while v is not None and end > now:  # what it queued for is theirs
+                low = max(now, ends[v] - problem.us[v])
+                found[problem.names[v]] = found.get(problem.names[v], 0.0) + max(end - low, 0.0)
+                end, v = min(end, low), before.get(v)
+        ends[u] = now = begin + problem.us[u]
+    return {name: us for name, us in found.items() if us > 0}
+
+
 # -- bounds ---
 
 

@@ -70,15 +70,16 @@ def proposals(
     collectives: Sequence[Issued],
     machine: Machine,
     us_of: CollectivePrice | None = None,
+    sizes: Sequence[float] = SATURATED,
 ) -> Iterator[list[Bucket]]:
-    """Sets of buckets for an order of nodes, each for another size."""
+    """Sets of buckets for an order of nodes, each for another of the sizes."""
     calls = {c.start: c for c in collectives}
 
     def full_bytes(start: str) -> float:
         return saturating_bytes(calls[start], machine, us_of)
 
     seen: list[list[Bucket]] = []
-    for times in SATURATED:
+    for times in sizes:
         found = list(_buckets(order, full_bytes, times))
         if found and found not in seen:
             seen.append(found)

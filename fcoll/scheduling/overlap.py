@@ -9,7 +9,7 @@ plan. Nothing is random and no clock is read: the same steps give the same order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fcoll.scheduling import classic
 from fcoll.scheduling.bounds import (
@@ -31,6 +31,7 @@ FINE = (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, NEVER)
 MEDIUM = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, NEVER)
 COARSE = (1.0, 1.1, NEVER)
 SMALL, LARGE, HUGE = 800, 3000, 20_000  # units
+QUICK = 2  # rounds of a quick schedule
 CLOSE = 1.0005  # of a large graph: this near to the bound nothing more is tried
 
 
@@ -39,17 +40,30 @@ def overlap(problem: Problem, cap: float = NEVER) -> Outcome | None:
     return Overlap(problem).best(cap)
 
 
-class Overlap:
-    """The candidates of a problem, made as they are asked for."""
+def quick(problem: Problem) -> Outcome:
+    """A good order without a cap, by a few list schedules."""
+    made = Overlap(problem, 0.0, [range(problem.n)])
+    rounds = QUICK if problem.n <= LARGE else 0
+    return min(made.improve(NEVER, None, rounds), key=lambda o: o.us)
 
-    def __init__(self, problem: Problem, bound_us: float | None = None) -> None:
+
+class Overlap:
+    """The candidates of a problem, made as they are asked for; ``orders`` are simple ones."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        bound_us: float | None = None,
+        orders: Iterable[Sequence[int]] | None = None,
+    ) -> None:
         self.problem = problem
         self.bound_us = lower_bound_us(problem) if bound_us is None else bound_us
         self.close = 1 + 1e-9 if problem.n <= LARGE else CLOSE
         self.back = mirrored(problem)
         self.tail = _with_own(problem, tails(problem))
         self.profiles: dict[int, tuple[Outcome, list[int]]] = {}  # by id, of what run gave
-        self.seeds = [self.run(order) for order in _simple_orders(problem)]
+        orders = _simple_orders(problem) if orders is None else orders
+        self.seeds = [self.run(order) for order in orders]
         self.leanest = min(self.seeds, key=lambda o: (o.peak_bytes, o.us))
 
     def best(self, cap: float) -> Outcome | None:
@@ -63,10 +77,6 @@ class Overlap:
                 if best.us <= self.bound_us * self.close:
                     return self.with_slack(best, cap)
         return self.with_slack(best, cap) if best else None
-
-    def quick(self) -> Outcome:
-        """A good order without a cap, by a few list schedules."""
-        return min(self.improve(NEVER, None), key=lambda o: o.us)
 
     def with_slack(self, best: Outcome, cap: float) -> Outcome:
         """The same order with starts as early as the cap allows, for collectives that take longer
@@ -88,7 +98,9 @@ class Overlap:
             caps |= {lean, (lean + given) / 2}
         return sorted(c for c in caps if c <= cap)
 
-    def improve(self, cap: float, reached: Outcome | None) -> Iterator[Outcome]:
+    def improve(
+        self, cap: float, reached: Outcome | None, rounds: int | None = None
+    ) -> Iterator[Outcome]:
         """Schedules under a cap of the ladder: forward, backward, and each from the other's times,
         until neither gets better."""
         start = min(
@@ -105,7 +117,7 @@ class Overlap:
             yield made
             yield self.early(min(current, made, key=lambda o: o.us), cap)
             return
-        for _ in range(self.rounds()):
+        for _ in range(self.rounds() if rounds is None else rounds):
             before = current.us
             made = self.backward(self.ends(current), current, cap)
             yield made
@@ -114,7 +126,7 @@ class Overlap:
             current = min(current, made, again, key=lambda o: o.us)
             if current.us >= before:
                 break
-        if self.problem.n <= SMALL:
+        if self.problem.n <= SMALL and rounds is None:
             yield self.early(current, cap)
 
     def from_scratch(self, cap: float) -> Iterator[Outcome]:

@@ -36,10 +36,10 @@ from fcoll.scheduling.timeline import Costs, pricing
 from fcoll.units import show_bytes
 
 _NEVER = float("inf")
-#: Nodes of changed graphs that are made to be planned, by default and where changes are asked for:
-#: they take at most 6 and 30 s. A graph of which not that many can be made stays as it is.
-BY_DEFAULT, ASKED_FOR = 16_000, 80_000
-GRAPHS = 4
+#: Nodes of changed graphs that are made to be planned, and of graphs with few layers on which is
+#: tried what gains: by default and where changes are asked for.
+BY_DEFAULT, ASKED_FOR = Budget(9_000, 7_000), Budget(80_000, 40_000)
+GRAPHS = 5  # by default no more
 
 
 def schedule(
@@ -84,7 +84,7 @@ def schedule(
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     allowed = entry.buckets and not isinstance(costs, Mapping)
-    budget = Budget(ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT)
+    budget = ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
@@ -164,8 +164,11 @@ def _schedule(
     verify_plan(plan)
     if program.graph_module is None or not any(wanted):
         return plan
-    if GRAPHS * len(program.graph_module.graph.nodes) > budget.nodes:
+    nodes = len(program.graph_module.graph.nodes)
+    if nodes > budget.nodes:
         return plan
+    most = GRAPHS * nodes if budget is BY_DEFAULT else budget.nodes
+    budget = replace(budget, nodes=min(budget.nodes, most))
     base = Priced(Change(program.graph_module, (), (), (), by_name), job, program.collectives)
     again = _Again(plan, program, reading)
     us_of = reading.runtime.us_of

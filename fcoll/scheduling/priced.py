@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us, number
 from fcoll.graph.issued import Issued
+from fcoll.scheduling.bounds import Outcome, exposed_us
 from fcoll.scheduling.buckets import Bucket
-from fcoll.scheduling.overlap import Overlap
+from fcoll.scheduling.overlap import quick
 from fcoll.scheduling.registry import Job
 from fcoll.scheduling.reuse import Reuse
 from fcoll.scheduling.splits import Split
@@ -30,9 +31,11 @@ class Wanted(NamedTuple):
 @dataclass
 class Budget:
     """How many nodes of changed graphs may still be made: to make, price and plan one takes about
-    0.35 ms. It is counted, not timed: the same graph has the same plan everywhere."""
+    0.2 ms. It is counted, not timed: the same graph has the same plan everywhere. ``tries`` are for
+    graphs with few layers, on which is tried what gains."""
 
     nodes: int
+    tries: int = 0
 
     def take(self, graph_module: GraphModule) -> bool:
         """Is there enough for one more graph about as large as this one?"""
@@ -63,9 +66,18 @@ class Priced:
     collectives: tuple[Issued, ...]
 
     @cached_property
+    def quick(self) -> Outcome:
+        """A quick schedule without a cap."""
+        return quick(self.job.problem)
+
+    @property
     def quick_us(self) -> float:
-        """What a quick schedule takes without a cap."""
-        return Overlap(self.job.problem, 0.0).quick().us
+        return self.quick.us
+
+    @cached_property
+    def exposed_us(self) -> dict[str, float]:
+        """How long compute waits there for each collective."""
+        return exposed_us(self.job.problem, self.quick.order)
 
 
 #: Reads and prices a changed graph.

@@ -30,9 +30,11 @@ def search(problem: Problem, cap: float = NEVER, bound_us: float | None = None) 
 class Search(Overlap):
     """``overlap`` with more candidates for each cap of its ladder."""
 
-    def improve(self, cap: float, reached: Outcome | None) -> Iterator[Outcome]:
+    def improve(
+        self, cap: float, reached: Outcome | None, rounds: int | None = None
+    ) -> Iterator[Outcome]:
         best = reached
-        for made in super().improve(cap, reached):
+        for made in super().improve(cap, reached, rounds):
             best = made if best is None or made.us < best.us else best
             yield made
         if best is None or self.back is None:

@@ -61,23 +61,29 @@ class Infeasible(Exception):
 
 class Growth:
     """Grows splits from collectives: forward and backward until there is as much compute in chunks
-    as the collective takes times ``reach``, and at least one product."""
+    as the collective takes times ``reach``, and at least one product. Splits of different numbers
+    of chunks may touch: what passes from one to the other is whole."""
 
     def __init__(
-        self, graph_module: GraphModule, us: Mapping[str, float], k: int, reach: float
+        self,
+        graph_module: GraphModule,
+        us: Mapping[str, float],
+        chunks: Mapping[str, int],
+        reach: float,
     ) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        self.us, self.k, self.reach = us, k, reach
+        self.us, self.chunks, self.reach = us, chunks, reach
+        self.k = 1  # of the split that grows
+        self.of: dict[Node, int] = {}  # member -> the chunks of its split
         self.blocks: dict[Node, int] = {}
         self.recipes: dict[Node, Recipe] = {}
         self.seeds: dict[Node, Node] = {}  # start -> its wait
 
-    def grow(self, starts: Iterable[str]) -> dict[Node, int]:
-        """The members of all splits around these collectives, with their blocks."""
-        wanted = set(starts)
+    def grow(self) -> dict[Node, int]:
+        """The members of all splits around the collectives, with their blocks."""
         for node in self.nodes:
-            if node.name in wanted and is_start(node) and has_named_group(node):
+            if node.name in self.chunks and is_start(node) and has_named_group(node):
                 waits = waits_of(node)
                 if len(waits) == 1 and list(node.users) == waits:
                     self.seeds[node] = waits[0]
@@ -87,6 +93,7 @@ class Growth:
         return self.blocks
 
     def around(self, start: Node) -> None:
+        self.k = self.chunks[start.name]
         if start in self.blocks or any(self.add_pair(start, q) for q in self.choices(start)):
             budget = self.reach * self.us.get(start.name, 0.0)
             self.forward(self.seeds[start], budget)
@@ -107,7 +114,7 @@ class Growth:
         if not self.add(start, blocks):
             return False
         if not self.add(wait, blocks):
-            del self.blocks[start], self.recipes[start]
+            self.drop(start)
             return False
         return True
 
@@ -115,13 +122,13 @@ class Growth:
         """Take a node in if its chunks fit to those of its neighbours."""
         made = recipe(node, blocks, self.k)
         if made is None or any(
-            made.needs[x] != self.blocks[x] for x in made.needs if x in self.blocks
+            made.needs[x] != self.blocks[x] for x in made.needs if self.of.get(x) == self.k
         ):
             return False
         for user in node.users:
-            if user in self.blocks and self.recipes[user].needs[node] != blocks:
+            if self.of.get(user) == self.k and self.recipes[user].needs[node] != blocks:
                 return False
-        self.blocks[node], self.recipes[node] = blocks, made
+        self.blocks[node], self.recipes[node], self.of[node] = blocks, made, self.k
         return True
 
     def forward(self, wait: Node, budget: float) -> None:
@@ -141,7 +148,7 @@ class Growth:
         while heap and not (multiplied and spent >= budget):
             at, _, blocks = heappop(heap)
             node = self.nodes[at]
-            if node not in self.blocks and not self.take(node, blocks):
+            if not self.takes(node, blocks):
                 continue
             if node in self.seeds:
                 continue  # it has a turn of its own
@@ -164,7 +171,7 @@ class Growth:
         while heap and not (multiplied and spent >= budget):
             at, _, blocks = heappop(heap)
             node = self.nodes[-at]
-            if node not in self.blocks and not self.take(node, blocks):
+            if not self.takes(node, blocks):
                 continue
             if is_wait(node) or is_start(node):
                 continue
@@ -172,13 +179,15 @@ class Growth:
             multiplied |= multiplies(node)
             push(node)
 
-    def take(self, node: Node, blocks: int) -> bool:
-        """Other collectives only if they are to be split as well."""
-        if is_start(node):
-            return node in self.seeds and self.add_pair(node, blocks)
-        if is_wait(node):
-            start = node.all_input_nodes[0]
-            return self.seeds.get(start) is node and self.add_pair(start, blocks)
+    def takes(self, node: Node, blocks: int) -> bool:
+        """Is a node in the split that grows, or can it be? Other collectives only if they are to be
+        split as well, and into as many chunks."""
+        if node in self.of:
+            return self.of[node] == self.k
+        start = node.all_input_nodes[0] if is_wait(node) else node
+        if is_start(start):
+            wanted = start in self.seeds and self.chunks[start.name] == self.k
+            return wanted and node in (start, self.seeds[start]) and self.add_pair(start, blocks)
         return self.add(node, blocks)
 
     def trim(self) -> None:
@@ -196,25 +205,27 @@ class Growth:
 
     def is_loose(self, node: Node) -> bool:
         if isinstance(node.meta.get("val"), (list, tuple)):
-            return any(user not in self.blocks for user in node.users)
+            return any(self.of.get(user) != self.of[node] for user in node.users)
         if multiplies(node) or is_wait(node) or is_start(node):
             return False
-        used = any(user in self.blocks for user in node.users)
-        return not used or not any(x in self.blocks for x in node.all_input_nodes)
+        k = self.of[node]
+        used = any(self.of.get(user) == k for user in node.users)
+        return not used or not any(self.of.get(x) == k for x in node.all_input_nodes)
 
     def drop(self, node: Node) -> None:
-        self.blocks.pop(node, None)
-        self.recipes.pop(node, None)
+        for found in (self.blocks, self.recipes, self.of):
+            found.pop(node, None)  # type: ignore[attr-defined]
 
 
 def grown(
-    graph_module: GraphModule, starts: Iterable[str], us: Mapping[str, float], k: int, reach: float
+    graph_module: GraphModule, chunks: Mapping[str, int], us: Mapping[str, float], reach: float
 ) -> list[Split]:
-    """Splits around these collectives, whether they pay or not."""
-    growth = Growth(graph_module, us, k, reach)
-    blocks = growth.grow(starts)
+    """Splits around collectives, into so many chunks each, whether they pay or not."""
+    growth = Growth(graph_module, us, chunks, reach)
+    blocks = growth.grow()
     found = []
-    for members in _connected(growth.nodes, blocks):
+    for members in _connected(growth.nodes, growth.of):
+        k = growth.of[members[0]]
         started = [node.name for node in members if is_start(node)]
         if started and any(map(multiplies, members)):
             names = tuple(node.name for node in members)
@@ -238,20 +249,25 @@ def chained(nodes: Iterable[Node], splits: Iterable[Split]) -> Iterator[tuple[st
         behind[node] = before
 
 
-def _connected(nodes: Sequence[Node], blocks: Mapping[Node, int]) -> list[list[Node]]:
-    """Members that hang together, in the order of the graph."""
-    group: dict[Node, list[Node]] = {}
+def _connected(nodes: Sequence[Node], of: Mapping[Node, int]) -> list[list[Node]]:
+    """Members that hang together and have as many chunks, in the order of the graph."""
+    above: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while above[node] is not node:
+            above[node] = node = above[above[node]]
+        return node
+
     for node in nodes:
-        if node not in blocks:
-            continue
-        mine = [node]
-        for other in {id(group[x]): group[x] for x in node.all_input_nodes if x in group}.values():
-            mine = [*other, *mine]
-        for member in mine:
-            group[member] = mine
-    place = {node: i for i, node in enumerate(nodes)}
-    unique = {id(members): members for members in group.values()}
-    return [sorted(members, key=place.__getitem__) for members in unique.values()]
+        if node in of:
+            above[node] = node
+            for x in node.all_input_nodes:
+                if of.get(x) == of[node]:
+                    above[root(x)] = node
+    found: dict[Node, list[Node]] = {}
+    for node in above:
+        found.setdefault(root(node), []).append(node)
+    return list(found.values())
 
 
 # -- how ---

@@ -53,7 +53,7 @@ def test_the_same_values_in_chunks(program, k, n):
         for reach in (0.0, 1.0, 100.0):
             for some in (starts_of(graph), starts_of(graph)[1:], starts_of(graph)[:1]):
                 us = {node.name: 1.0 for node in graph.graph.nodes}
-                splits = grown(graph, some, us, k, reach)
+                splits = grown(graph, dict.fromkeys(some, k), us, reach)
                 made += len(splits)
                 if splits:
                     changed = split_graph(graph, splits)
@@ -69,7 +69,7 @@ def test_the_same_values_of_random_programs(seed):
         graph = rows.graph_of(rows.random_program(seed), n, mesh.get_group("tp").group_name)
         us = {node.name: 1.0 for node in graph.graph.nodes}
         for k in (2, 4):
-            splits = grown(graph, starts_of(graph), us, k, 100.0)
+            splits = grown(graph, dict.fromkeys(starts_of(graph), k), us, 100.0)
             try:
                 made = split_graph(graph, splits)
             except Infeasible:
@@ -152,7 +152,7 @@ def values_in_chunks(rank):
     for program in (rows.sequence_parallel, rows.rows_parallel, rows.experts):
         graph = rows.graph_of(program, n, group)
         us = {node.name: 1.0 for node in graph.graph.nodes}
-        made = split_graph(graph, grown(graph, starts_of(graph), us, 2, 100.0))
+        made = split_graph(graph, grown(graph, dict.fromkeys(starts_of(graph), 2), us, 100.0))
         assert len(starts_of(made)) > len(starts_of(graph))
         same_on_this_rank(graph, made, rank)
     graph = rows.graph_of(rows.tensor_parallel, n, group)
