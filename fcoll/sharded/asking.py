@@ -13,15 +13,29 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.groups import Group
+from fcoll.sharded import _torch
+from fcoll.tracing.values import assume
 
 
 def told(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Every rank's numbers, in rank order."""
+    """Every rank's numbers, in rank order. In a trace, which has no values, all ranks are taken to
+    say the same as this one; a run of the traced graph checks it."""
     if group.n == 1:
         return [list(numbers)]
     mine = torch.tensor([list(numbers)], device=device)
     everyone = functions.wait_tensor(functions.all_gather_into_tensor(mine, group.name))
+    if traced():
+        _torch.check_in_graph((everyone == mine).all(), SAME)
+        return [list(numbers)] * group.n
     return everyone.tolist()  # type: ignore[no-any-return]
+
+
+SAME = "the graph was traced for ranks whose inputs have the same sizes, and they have not"
+
+
+def traced() -> bool:
+    """Is a step being traced, so that values are unknown?"""
+    return assume(False, True)
 
 
 def swapped(

@@ -8,14 +8,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import GroupLike, resolve
-from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec
+from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+)
 from fcoll.sharded.boxes import Box
 from fcoll.sharded.errors import BadLayout, BadShards, CannotReshard, ShardsDiffer
 from fcoll.sharded.exchange import exchanged
 from fcoll.sharded.objects import all_gather_objects
 from fcoll.sharded.placements import owners, process_group
 from fcoll.sharded.plan import Held, Plan
-from fcoll.sharded.specs import box_of, layout_of
+from fcoll.sharded.specs import GridShardingSpec, box_of, layout_of
 from fcoll.sharded.tensor import ShardedTensor
 from fcoll.sharded.validate import properties_of
 
@@ -49,7 +55,12 @@ def shard_tensor(
                     f"on rank: {rank}"
                 )
                 raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
+    if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own
+        return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[return-value]
     return scatter(tensor, sharding_spec, src_rank, process_group)
+
+
+_KNOWN = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard, GridShardingSpec.shard)
 
 
 def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike) -> ShardedTensor:

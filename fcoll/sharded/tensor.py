@@ -49,6 +49,8 @@ class ShardedTensorBase(Tensor):
     # An empty tensor that hangs on the autograd graph which made the shards: a rank that holds
     # none takes part in the backward pass through it.
     _anchor: Tensor | None
+    # Have the ranks compared what they think of it?
+    _agreed: bool = False
 
     def __new__(
         cls,
@@ -79,8 +81,9 @@ class ShardedTensorBase(Tensor):
         *,
         init_rrefs: bool = False,
         anchor: Tensor | None = None,
+        agreed: bool = False,
     ) -> Any:
-        """One of metadata and shards that have been checked."""
+        """One of metadata and shards that have been checked; ``agreed``: by all ranks."""
         properties = metadata.tensor_properties
         made = _torch.wrapper(
             cls,
@@ -96,6 +99,7 @@ class ShardedTensorBase(Tensor):
         made._process_group = group
         made._init_rrefs = init_rrefs
         made._anchor = anchor
+        made._agreed = agreed
         return made
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -369,6 +373,7 @@ class ShardedTensor(ShardedTensorBase):
         spec: ShardingSpec | None = None,
         metadata: ShardedTensorMetadata | None = None,
         anchor: Tensor | None = None,
+        agreed: bool = False,
     ) -> Any:
         """A tensor of these shards on the same group; spec and metadata are this one's if not
         given. Nothing is checked."""
@@ -379,4 +384,5 @@ class ShardedTensor(ShardedTensorBase):
             self._process_group,
             init_rrefs=self._init_rrefs,
             anchor=anchor,
+            agreed=self._agreed if metadata is None else agreed,
         )
