@@ -26,7 +26,7 @@ from fcoll.sharded.boxes import Box
 from fcoll.sharded.dispatch import built_in, is_sharded, name_of, unsupported
 from fcoll.sharded.errors import BadLookup, NoSuchLookup
 from fcoll.sharded.gathering import placed
-from fcoll.sharded.ids import distinct, in_table, place_of, ranges, union
+from fcoll.sharded.ids import distinct, place_of, ranges, union, wrong_id
 from fcoll.sharded.layout import anchor_of, held, like, local_tensors
 from fcoll.sharded.plan import Held
 from fcoll.sharded.results import cut_dims
@@ -105,17 +105,15 @@ def _looked_up(
 def _agreed(func: Callable, table: Any, needed: Tensor, renorms: bool) -> list[int]:
     """How many rows each rank asks for, once all have said that theirs exist."""
     g, count = table.group, table._metadata.size[0]
-    fits = in_table(needed, count)
-    numbers = [needed.numel(), int(fits), int(renorms), mark_of(table)]
+    wrong = wrong_id(needed, count)
+    numbers = [needed.numel(), int(not wrong), int(renorms), mark_of(table)]
     everyone = told(g, numbers, table.device)
     compare(name_of(func), table, [mark for _, _, _, mark in everyone])
-    if not fits:
-        worst = needed[0].item() if needed[0] < 0 else needed[-1].item()
-        why = f"Index out of range in Input {worst} {count}: the table has {count} rows"
-        raise _bad(func, table, why, f"Ids are 0 to {count - 1}.")
+    if wrong:
+        raise _bad(func, table, wrong, f"Ids are 0 to {count - 1}.")
     for rank, (_, theirs_fit, theirs_renorms, _) in enumerate(everyone):
         if not theirs_fit:
-            why = "Index out of range in Input of that rank, so that no rank looks up"
+            why = "Index out of range in Input of that rank, or no integers: no rank looks up"
             raise _bad(func, table, why, f"Ids are 0 to {count - 1}.", rank)
         if theirs_renorms != int(renorms):
             why = f"max_norm is {'not ' * renorms}given there and {'not ' * (not renorms)}here"

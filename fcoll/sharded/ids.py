@@ -62,8 +62,15 @@ def place_of(row: int, needed: Tensor) -> int | None:
     return found[0] if found else None
 
 
-def in_table(needed: Tensor, count: int) -> bool:
-    """Do the rows exist? A trace takes it so."""
+def wrong_id(needed: Tensor, count: int) -> str:
+    """What is wrong with the ids, of which none may be outside the table; a trace takes them to be
+    right."""
+    if needed.is_floating_point() or needed.dtype == torch.bool or needed.is_complex():
+        return f"Expected ids to be of an integer dtype, got {needed.dtype}"
     if traced() or needed.numel() == 0:
-        return True
-    return bool(0 <= needed[0].item() <= needed[-1].item() < count)
+        return ""
+    low, high = needed[0].item(), needed[-1].item()
+    if 0 <= low and high < count:
+        return ""
+    worst = low if low < 0 else high
+    return f"Index out of range in Input {worst} {count}: the table has {count} rows"

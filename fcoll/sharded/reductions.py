@@ -114,8 +114,10 @@ def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: i
 
 
 def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Tensor:
-    agree("a reduction over ranks", st)
     size = st._metadata.size
+    if size.numel() == 0:
+        how.local(torch.empty(size, device="meta"), dims, True)  # refuses what has no result
+    agree("a reduction over ranks", st)
     probe = how.local(_wide(probe_of(st), size), dims, True, **options)
     shape = _without(size, dims, True, 1)
     part = probe.new_full(shape, how.start(probe.dtype))

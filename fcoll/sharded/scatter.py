@@ -39,20 +39,23 @@ def shard_tensor(
     >>> torch.equal(st.local_tensor(), torch.arange(2.0) + 2 * rank)
     True
     """
+    g = resolve(process_group)
+    mine = {
+        "src_rank": src_rank,
+        "sharding_spec": sharding_spec,
+        "size": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "contiguous": tensor.is_contiguous(),
+    }
+    everyone = all_gather_objects(mine, g)
     if not tensor.is_contiguous():
         raise BadShards(why="input tensor is not a contiguous Tensor", hint="Use x.contiguous().")
-    g = resolve(process_group)
-    for rank, (src, spec) in zip(
-        g.ranks, all_gather_objects((src_rank, sharding_spec), g), strict=True
-    ):
-        for name, mine, theirs in (
-            ("src_rank", src_rank, src),
-            ("sharding_spec", sharding_spec, spec),
-        ):
-            if mine != theirs:
+    for rank, theirs in zip(g.ranks, everyone, strict=True):
+        for name, value in mine.items():
+            if value != theirs[name]:
                 why = (
-                    f"{name}={mine} on rank: {g.ranks[g.rank]} does not match with {name}={theirs} "
-                    f"on rank: {rank}"
+                    f"{name}={value} on rank: {g.ranks[g.rank]} does not match with "
+                    f"{name}={theirs[name]} on rank: {rank}"
                 )
                 raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
     if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own

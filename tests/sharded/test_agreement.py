@@ -152,3 +152,23 @@ def test_a_tensor_is_compared_once(monkeypatch):
 
     fcoll.simulate_ranks(on_rank, 2)
     assert calls.count(torch.int64) == 2 * 2  # the first all_gather and the reshard, on 2 ranks
+
+
+PLAIN = {
+    "size": lambda odd: torch.ones(8 if odd else 4, 2),
+    "dtype": lambda odd: torch.ones(4, 2, dtype=torch.float64 if odd else torch.float32),
+    "contiguous": lambda odd: torch.ones(2, 4).t() if odd else torch.ones(4, 2),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_tensors_that_differ_are_not_sharded(name):
+    def on_rank(rank):
+        x = PLAIN[name](rank == 1)
+        found = error_of(lambda: sharded.shard_tensor(x, sharded.chunk(0, 4)))
+        assert sharded.shard_tensor(torch.ones(4, 2), sharded.chunk(0, 4)).sum() == 8
+        return found
+
+    for rank, (kind, text) in enumerate(fcoll.simulate_ranks(on_rank, 4)):
+        assert kind == ("BadShards" if (rank, name) == (1, "contiguous") else "ShardsDiffer")
+        assert name in text and (rank == 1 or "on rank: 1" in text)
