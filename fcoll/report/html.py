@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import linecache
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from fcoll.report.advice import Advice
+from fcoll.report.layouts import section
 from fcoll.report.summary import gain, moves, rows, verdict
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes
@@ -26,9 +27,11 @@ def render(
     title: str = "step",
     names: tuple[str, str] = ("before", "after"),
     advice: Sequence[Advice] = (),
+    layouts: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The page, with what would help on top. With ``other``, the same step afterwards, it opens on
-    what was gained and what moved, and has a toggle between the two."""
+    what was gained and what moved, and has a toggle between the two. ``layouts`` are the
+    trace's."""
     lines = [line] if other is None else [line, other]
     sources = {c.source for x in lines for c in x.collectives if c.source}
     sources |= {s.source for x in lines for s in x.steps if s.source}
@@ -43,7 +46,8 @@ def render(
     }
     # "</" inside a string would end the script element that holds the data.
     json_text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return _page().replace("/*DATA*/", json_text, 1)
+    page = _page().replace("</main>", section(layouts) + "</main>", 1)
+    return page.replace("/*DATA*/", json_text, 1)
 
 
 @cache

@@ -70,7 +70,7 @@ def wrong_id(needed: Tensor, count: int) -> str:
     if traced() or needed.numel() == 0:
         return ""
     low, high = needed[0].item(), needed[-1].item()
-    if 0 <= low and high < count:
+    if low >= 0 and high < count:
         return ""
     worst = low if low < 0 else high
     return f"Index out of range in Input {worst} {count}: the table has {count} rows"

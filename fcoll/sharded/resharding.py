@@ -50,7 +50,7 @@ def reshard_(st: Any, spec: ShardingSpec) -> Any:
         for shard in shards:  # a parameter stays one
             shard.tensor.requires_grad_()
     st._local_shards, st._anchor, st._sharding_spec = shards, anchor, spec
-    st._metadata.shards_metadata = metadata.shards_metadata
+    st._metadata = replace(st._metadata, shards_metadata=metadata.shards_metadata)
     st._agreed = not traced()
     return st
 
@@ -80,9 +80,7 @@ def _target(st: Any, spec: ShardingSpec) -> Placed:
     return sorted(zip(layout, owners(st._process_group, layout), strict=True), key=_rank)
 
 
-def _resharded(
-    st: Any, placed: Placed
-) -> tuple[ShardedTensorMetadata, list[Shard], Tensor | None]:
+def _resharded(st: Any, placed: Placed) -> tuple[ShardedTensorMetadata, list[Shard], Tensor | None]:
     group, old, blocks = st.group, st._metadata, held(st)
     plan = Plan(blocks, tuple(Held(rank, box_of(shard)) for shard, (rank, _) in placed))
     anchor = anchor_of(st)

@@ -35,6 +35,7 @@ from fcoll.sharded.placements import owners
 from fcoll.sharded.placements import process_group as as_process_group
 from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
 from fcoll.sharded.validate import check_properties, flat_size
+from fcoll.tracing.values import note_layout
 
 
 class ShardedTensorBase(Tensor):
@@ -71,6 +72,10 @@ class ShardedTensorBase(Tensor):
         shards = layout_of(sharding_spec, whole, properties)
         return cls._made(sharding_spec, ShardedTensorMetadata(shards, whole, properties), [])
 
+    def layout_card(self) -> dict[str, str]:
+        """The layout for a report: a line of text and a picture."""
+        return {"text": summary(self._metadata, self._sharding_spec), "svg": svg(self._metadata)}
+
     @classmethod
     def _made(
         cls,
@@ -100,6 +105,7 @@ class ShardedTensorBase(Tensor):
         made._init_rrefs = init_rrefs
         made._anchor = anchor
         made._agreed = agreed
+        note_layout(made.layout_card)
         return made
 
     def metadata(self) -> ShardedTensorMetadata:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-
 import fcoll
 from fcoll import sharded
 from fcoll.errors import FcollError

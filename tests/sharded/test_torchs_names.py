@@ -182,7 +182,9 @@ class Nameless(dist.ProcessGroup):
 def in_a_nameless_world(rank):
     """Metadata, plans and lookups of a checkpoint need no collective."""
     dist.destroy_process_group()
-    dist.Backend.register_backend("nameless", lambda store, r, n, timeout: Nameless(r, n), devices=["cpu"])
+    dist.Backend.register_backend(
+        "nameless", lambda store, r, n, timeout: Nameless(r, n), devices=["cpu"]
+    )
     store = dist.HashStore()
     dist.init_process_group("nameless", rank=1, world_size=4, store=store)
     layout = sharded.ones(sharded.chunk(0, 4), 8, 2).metadata()

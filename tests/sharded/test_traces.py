@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64decode
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fcoll
 from fcoll import sharded
+from fcoll.report import html
+from fcoll.scheduling.timeline import timeline
+from fcoll.tracing.trace import Trace
 
 
 def calls_of(step, *args, rank=1):
@@ -122,6 +128,70 @@ def test_all_ranks_of_a_check_agree():
         return step, (torch.zeros(3, dtype=torch.long), torch.ones(2, 6))
 
     fcoll.check(build, mesh={"dp": 4})
+
+
+# -- programs that have sharded tensors, and their layouts in a report ---
+
+
+def model_on(rank):
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4))
+    plan = {"0.weight": sharded.chunk(0, 4), "1.weight": sharded.chunk(1, [2, 1])}
+    sharded.shard_module(model, sharded.ShardingPlan(plan))
+    return model
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_model_is_as_before_after_its_trace(rank):
+    """Its shards, their gradients, their layouts; on a rank that holds all or one."""
+    with fcoll.fake_world(dp=4, rank=rank):
+        model = model_on(rank)
+        weight = model[0].weight
+        before = weight.local_tensor()
+
+        def step(ids):
+            model(ids).sum().backward()
+            weight.reshard(sharded.chunk(1, 4))
+            return weight.local_tensor() * 2
+
+        calls = fcoll.trace(step, torch.zeros(6, dtype=torch.long)).collectives
+        assert [c.phase for c in calls].count("bwd") == 3  # of the rows, there and back
+        assert weight.local_tensor() is before and type(before) is torch.Tensor
+        assert before.grad is None and weight.sharding_spec() == sharded.chunk(0, 4)
+        assert weight.metadata().shards_metadata[3].shard_offsets == [12, 0]
+
+
+def traced_model(rank=0):
+    with fcoll.fake_world(dp=4, rank=rank):
+        model = model_on(rank)
+
+        def step(ids):
+            table = sharded.ones(sharded.grid((2, 2), 4), 6, 10)
+            same = table * 2  # the same layout once more
+            return model(ids).sum() + same.sum()
+
+        return fcoll.trace(step, torch.zeros(6, dtype=torch.long))
+
+
+def test_a_trace_has_each_layout_once():
+    trace = traced_model()
+    texts = [card["text"] for card in trace.layouts]
+    assert ["16, 8" in texts[0], "4, 8" in texts[1], "6, 10" in texts[2]] == [True] * 3
+    assert len(texts) == 3 and "2x2 grid" in texts[2]
+    assert [card.get("name") for card in trace.layouts] == ["0.weight", "1.weight", None]
+    assert "test_traces.py" in trace.layouts[2]["source"]
+    assert Trace.from_json(trace.to_json()).layouts == trace.layouts
+
+
+def test_a_page_shows_the_layouts():
+    trace = traced_model()
+    line = timeline(trace, "h100")
+    page = html.render(line, layouts=trace.layouts)
+    assert page.count("data:image/svg+xml;base64,") == 3
+    assert "3 layouts" in page and "0.weight" in page
+    pictures = re.findall(r"svg\+xml;base64,([^\"]+)", page)
+    for picture, card in zip(pictures, trace.layouts, strict=True):
+        assert b64decode(picture).decode() == card["svg"]
+    assert "Sharded tensors" not in html.render(line)
 
 
 # -- torch.compile ---
