@@ -69,7 +69,7 @@ def _report(args: argparse.Namespace) -> int:
     with _progress("writing", args):
         _write(args.save, traced.to_json)
         page = partial(html.render, first, second, title=_title(args), names=names, advice=told)
-        _write(args.html, partial(page, run=real))
+        _write(args.html, partial(page, run=real, layouts=traced.layouts))
         _write(args.perfetto, lambda: perfetto.render(first, second))
         _write(args.svg, lambda: svg.render(first, second))
         if args.png:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import linecache
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from fcoll.report.advice import Advice
 from fcoll.report.against import Against, page_data
+from fcoll.report.layouts import section
 from fcoll.report.summary import gain, moves, tail_us, verdict
 from fcoll.report.why import CAUSES, Why, reasons
 from fcoll.scheduling.timeline import Timeline
@@ -31,10 +32,12 @@ def render(
     names: tuple[str, str] = ("before", "after"),
     advice: Sequence[Advice] = (),
     run: Against | None = None,
+    layouts: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The page, with what would help on top. With ``other``, the same step afterwards, it opens on
     what was gained and what moved, and has a toggle between the two. With ``run``, a real run of
-    the last of them, it shows what was measured beside what was predicted."""
+    the last of them, it shows what was measured beside what was predicted. ``layouts`` are the
+    trace's."""
     lines = [line] if other is None else [line, other]
     sources = {c.source for x in lines for c in x.collectives if c.source}
     sources |= {s.source for x in lines for s in x.steps if s.source}
@@ -51,7 +54,8 @@ def render(
     }
     # "</" inside a string would end the script element that holds the data.
     json_text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return _page().replace("/*DATA*/", json_text, 1)
+    page = _page().replace("</main>", section(layouts) + "</main>", 1)
+    return page.replace("/*DATA*/", json_text, 1)
 
 
 @cache

@@ -4,6 +4,10 @@ The names of ``torch.distributed._shard.sharded_tensor``, and what it lacks: gri
 any other, gradients, simulated ranks. ``serve_torch()`` puts them in torch's place.
 """
 
+import sys as _sys
+
+from fcoll.imports import when_imported as _when_imported
+from fcoll.sharded import _torch
 from fcoll.sharded import copies as _copies  # noqa: F401  their rules
 from fcoll.sharded import embedding as _embedding  # noqa: F401
 from fcoll.sharded import initializers as _initializers  # noqa: F401
@@ -59,6 +63,16 @@ from fcoll.sharded.specs import GridShardingSpec, chunk, grid
 from fcoll.sharded.tensor import ShardedTensor, ShardedTensorBase
 
 custom_sharded_op_impl = sharded_op  # torch's name
+_TENSOR = ShardedTensor.__module__
+
+# Plans, metadata and groups are no tensor code: compiled programs call them as they are. What
+# they do with local tensors (``st.local_tensor()`` is in tensor.py) is compiled.
+_when_imported(
+    _torch.DECIDES_WHAT_IS_COMPILED,
+    lambda: _torch.not_compiled(
+        [name for name in _sys.modules if name.startswith(f"{__name__}.") and name != _TENSOR]
+    ),
+)
 
 __all__ = [
     "ChunkShardingSpec",

@@ -7,12 +7,13 @@ by one is read by the other.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ __all__ = ["RemoteDevice"]
 _compute_local_shape_and_global_offset = private(
     "torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset"
 )
+F = TypeVar("F", bound=Callable)
 
 #: What unpickles a tensor of a subclass: (func, its type, args, its state) -> the tensor.
 rebuild_of_type = private("torch._tensor", "_rebuild_from_type_v2")
@@ -53,6 +55,41 @@ SHALLOW_COPY_CHECKS = (private("torch", "_has_compatible_shallow_copy_type"),)
 def as_plain_tensors() -> AbstractContextManager[None]:
     """Inside, a tensor subclass' own __torch_function__ is not asked."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+#: The module of Dynamo that ``not_compiled`` is to be called for as soon as it is imported.
+DECIDES_WHAT_IS_COMPILED = "torch._dynamo.trace_rules"
+
+
+def not_compiled(modules: Sequence[str]) -> None:
+    """Dynamo calls the functions of these modules as they are."""
+    for name in modules:
+        sys.modules[DECIDES_WHAT_IS_COMPILED].add(name)
+
+
+def uncompiled(fn: F) -> F:
+    """The function, and all that it calls, run as they are also where a compiled program calls it.
+
+    It is torch.compiler.disable, which imports Dynamo, from when Dynamo is there.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if DECIDES_WHAT_IS_COMPILED not in sys.modules:
+            return fn(*args, **kwargs)
+        return _disabled(fn)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@functools.cache
+def _disabled(fn: Any) -> Any:
+    return torch.compiler.disable(fn)
+
+
+def check_in_graph(condition: torch.Tensor, message: str) -> None:
+    """Raise, where the traced graph is run, unless the condition holds there."""
+    torch._assert_async(condition, message)  # type: ignore[call-overload]
 
 
 def wrapper(cls: type, size: torch.Size, **properties: Any) -> Any:

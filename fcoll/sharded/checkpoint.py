@@ -52,8 +52,11 @@ def chunks(st: Any) -> list[ChunkStorageMetadata]:
 
 def shard_at(st: Any, index: MetadataIndex) -> Tensor:
     """The data of the block at the index' offsets."""
+    if index.offset is None:
+        why = f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided"
+        raise BadShards(why=why, hint="Name the offsets of a shard of this rank.")
     for shard in _written(st):
-        if index.offset is not None and tuple(shard.metadata.shard_offsets) == tuple(index.offset):
+        if tuple(shard.metadata.shard_offsets) == tuple(index.offset):
             return shard.tensor
     why = f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'"
     raise BadShards(why=why, hint="Plan and load with the same tensor.")

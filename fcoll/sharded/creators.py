@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fcoll.groups import GroupLike
+from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
     Shard,
     ShardedTensorMetadata,
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
     init_rrefs: bool
 
 
+@_torch.uncompiled
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor with no values yet. Sizes are of the whole, as in torch.empty."""
     return ShardedTensor(sharding_spec, *size, **options)
@@ -98,6 +100,7 @@ def arange(
     return from_function(sharding_spec, size, value, **options)
 
 
+@_torch.uncompiled
 def from_function(
     sharding_spec: ShardingSpec,
     size: Any,
@@ -134,6 +137,7 @@ def _indices(offsets: Sequence[int], sizes: Sequence[int], device: Any) -> list[
     return found
 
 
+@_torch.uncompiled
 def _filled(
     spec: ShardingSpec, size: Any, options: Options, fill: Callable[[Tensor], Tensor]
 ) -> ShardedTensor:
@@ -144,6 +148,7 @@ def _filled(
     return made
 
 
+@_torch.uncompiled
 def init_from_local_shards(
     local_shards: Sequence[Shard],
     *global_size: Any,
@@ -167,6 +172,7 @@ def init_from_local_shards(
     )
 
 
+@_torch.uncompiled
 def init_from_local_shards_and_global_metadata(
     local_shards: Sequence[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
@@ -181,6 +187,7 @@ def init_from_local_shards_and_global_metadata(
     )
 
 
+@_torch.uncompiled
 def from_local_tensor(
     local_tensor: Tensor,
     sharding_spec: ShardingSpec,

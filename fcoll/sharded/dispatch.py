@@ -87,6 +87,7 @@ def _register(func: Callable, table: dict[Callable, Rule], rule: Rule) -> Rule:
     return rule
 
 
+@_torch.uncompiled
 def dispatch(func: Callable, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
     """What ``func(*args, **kwargs)`` is for sharded tensors."""
     kwargs = kwargs or {}

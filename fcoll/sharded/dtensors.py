@@ -23,6 +23,7 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
+from fcoll.sharded.agreement import agree
 from fcoll.sharded.boxes import Box
 from fcoll.sharded.errors import BadMesh
 from fcoll.sharded.exchange import exchanged
@@ -35,6 +36,7 @@ from fcoll.sharded.specs import box_of, inferred_spec, layout_of
 from fcoll.sharded.tensor import ShardedTensor
 
 
+@_torch.uncompiled
 def to_dtensor(
     st: ShardedTensor,
     mesh: DeviceMesh | None = None,
@@ -53,6 +55,7 @@ def to_dtensor(
     ((Shard(dim=0),), True)
     """
     group = st.group
+    agree("to_dtensor", st)
     if mesh is None:
         mesh = DeviceMesh.from_group(st._process_group, st.device.type)
     if placements is None:
@@ -67,6 +70,7 @@ def to_dtensor(
     )
 
 
+@_torch.uncompiled
 def from_dtensor(
     x: DTensor, sharding_spec: ShardingSpec | None = None, process_group: GroupLike = None
 ) -> ShardedTensor:

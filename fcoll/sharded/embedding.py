@@ -20,11 +20,13 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.groups import Group
+from fcoll.sharded.agreement import compare, mark_of
 from fcoll.sharded.asking import swapped, told
 from fcoll.sharded.boxes import Box
 from fcoll.sharded.dispatch import built_in, is_sharded, name_of, unsupported
 from fcoll.sharded.errors import BadLookup, NoSuchLookup
 from fcoll.sharded.gathering import placed
+from fcoll.sharded.ids import distinct, place_of, ranges, union, wrong_id
 from fcoll.sharded.layout import anchor_of, held, like, local_tensors
 from fcoll.sharded.plan import Held
 from fcoll.sharded.results import cut_dims
@@ -85,39 +87,38 @@ def _looked_up(
     """The rows that the ids name, each once; where each id's row is among them; and where the
     padding's is, if it was looked up."""
     count = table._metadata.size[0]
-    needed, places = torch.unique(ids, return_inverse=True)
+    needed, places = distinct(ids, count)
     largest = kwargs.get("max_norm")
     lengths = _agreed(func, table, needed, largest is not None)
     g = table.group
     everyone = functions.all_gather_into_tensor(needed.long(), g.name, sizes=lengths)
     asked = list(functions.wait_tensor(everyone).split(lengths))
     if largest is not None:
-        _renorm(table, torch.cat(asked).unique(), largest, kwargs.get("norm_type", 2.0))
+        _renorm(table, union(asked, count), largest, kwargs.get("norm_type", 2.0))
     rows = rows_of(table, asked)
     padding = kwargs.get("padding_idx")
     if padding is not None:
-        found = (needed == padding % count).nonzero().flatten().tolist()
-        padding = found[0] if found else None
+        padding = place_of(padding % count, needed)
     return rows, places, padding
 
 
 def _agreed(func: Callable, table: Any, needed: Tensor, renorms: bool) -> list[int]:
     """How many rows each rank asks for, once all have said that theirs exist."""
     g, count = table.group, table._metadata.size[0]
-    fits = needed.numel() == 0 or 0 <= needed[0].item() <= needed[-1].item() < count
-    everyone = told(g, [needed.numel(), int(fits), int(renorms)], table.device)
-    if not fits:
-        worst = needed[0].item() if needed[0] < 0 else needed[-1].item()
-        why = f"Index out of range in Input {worst} {count}: the table has {count} rows"
-        raise _bad(func, table, why, f"Ids are 0 to {count - 1}.")
-    for rank, (_, theirs_fit, theirs_renorms) in enumerate(everyone):
+    wrong = wrong_id(needed, count)
+    numbers = [needed.numel(), int(not wrong), int(renorms), mark_of(table)]
+    everyone = told(g, numbers, table.device)
+    compare(name_of(func), table, [mark for _, _, _, mark in everyone])
+    if wrong:
+        raise _bad(func, table, wrong, f"Ids are 0 to {count - 1}.")
+    for rank, (_, theirs_fit, theirs_renorms, _) in enumerate(everyone):
         if not theirs_fit:
-            why = "Index out of range in Input of that rank, so that no rank looks up"
+            why = "Index out of range in Input of that rank, or no integers: no rank looks up"
             raise _bad(func, table, why, f"Ids are 0 to {count - 1}.", rank)
         if theirs_renorms != int(renorms):
             why = f"max_norm is {'not ' * renorms}given there and {'not ' * (not renorms)}here"
             raise _bad(func, table, why, "Give it on all ranks.", rank)
-    return [length for length, _, _ in everyone]
+    return [length for length, *_ in everyone]
 
 
 def rows_of(table: Any, asked: list[Tensor]) -> Tensor:
@@ -125,16 +126,17 @@ def rows_of(table: Any, asked: list[Tensor]) -> Tensor:
     g, blocks = table.group, [block for block in held(table) if block.box.volume]
     tensors = [t for t in local_tensors(table, held(table)) if t.numel()]
     mine = [block.box for block in blocks if block.rank == g.ranks[g.rank]]
+    count = table._metadata.size[0]
     sent: list[list[Tensor]] = []
     for ids in asked:
-        ranges = _ranges(ids, mine)
+        found = ranges(ids, mine, count)
         sent.append(
             [
                 tensor.index_select(0, ids[a:b] - box.offsets[0])
-                for tensor, box, (a, b) in zip(tensors, mine, ranges, strict=True)
+                for tensor, box, (a, b) in zip(tensors, mine, found, strict=True)
             ]
         )
-    boxes = _answers(g, blocks, asked[g.rank])
+    boxes = _answers(g, blocks, asked[g.rank], count)
     expected = [sum(box.volume for box in theirs) for theirs in boxes]
     anchor = anchor_of(table)
     flat, _ = swapped(g, sent, expected, like(table), [] if anchor is None else [anchor])
@@ -142,20 +144,11 @@ def rows_of(table: Any, asked: list[Tensor]) -> Tensor:
     return placed(flat, [box for theirs in boxes for box in theirs], size)
 
 
-def _ranges(ids: Tensor, boxes: list[Box]) -> list[tuple[int, int]]:
-    """Which of the sorted ids lie in the rows of each block: from where to where."""
-    edges = [edge for box in boxes for edge in (box.offsets[0], box.ends[0])]
-    found = torch.searchsorted(
-        ids, torch.tensor(edges, device=ids.device, dtype=ids.dtype)
-    ).tolist()
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def _answers(g: Group, blocks: list[Held], ids: Tensor) -> list[list[Box]]:
+def _answers(g: Group, blocks: list[Held], ids: Tensor, count: int) -> list[list[Box]]:
     """The parts of the rows asked for that come from each rank, in the order in which it sends."""
-    ranges = _ranges(ids, [block.box for block in blocks])
+    found = ranges(ids, [block.box for block in blocks], count)
     answers: dict[int, list[Box]] = {rank: [] for rank in g.ranks}
-    for block, (a, b) in zip(blocks, ranges, strict=True):
+    for block, (a, b) in zip(blocks, found, strict=True):
         columns, width = block.box.offsets[1], block.box.sizes[1]
         answers[block.rank].append(Box((a, columns), (b - a, width)))
     return list(answers.values())
@@ -166,9 +159,10 @@ def _renorm(table: Any, ids: Tensor, largest: float, p: float) -> None:
     """Scale the rows with these ids, in place, to a norm of ``largest`` at most."""
     shards = [s for s in table._local_shards if s.tensor.numel()]
     boxes = [Box.of(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in shards]
+    found = ranges(ids, boxes, table._metadata.size[0])
     parts = [
         (shard.tensor.detach(), ids[a:b] - box.offsets[0], slice(a, b))
-        for shard, box, (a, b) in zip(shards, boxes, _ranges(ids, boxes), strict=True)
+        for shard, box, (a, b) in zip(shards, boxes, found, strict=True)
     ]
     norms = torch.zeros(ids.shape, dtype=table.dtype, device=table.device)
     for tensor, rows, place in parts:

@@ -119,6 +119,22 @@ class LayoutsDiffer(FcollError, RuntimeError):
     template = "{func}: {why}{at}. {hint}"
 
 
+class LayoutsDisagree(FcollError, RuntimeError):
+    """Ranks that think differently of one sharded tensor: ``rank`` is the odd one. Raised on all
+    ranks, before anything was sent."""
+
+    template = (
+        "{func}: the ranks do not agree on {name}: it is {value} on rank {rank} and {usual} on "
+        "rank {other}{at}. Make and reshard the tensor with the same size and spec on all ranks."
+    )
+
+
+class FailedElsewhere(FcollError, RuntimeError):
+    """Another rank could not take part; nothing was sent."""
+
+    template = "{func}: rank {rank} could not take part{at}: {why}"
+
+
 class CutDim(FcollError, NotImplementedError):
     """An op along a dim that no rank holds from end to end."""
 

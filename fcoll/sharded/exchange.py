@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import functions
 from fcoll.groups import Group
+from fcoll.sharded.asking import all_to_all
 from fcoll.sharded.boxes import Box, are_rows_of
 from fcoll.sharded.plan import Plan, Transfer
 
@@ -77,7 +77,7 @@ def _moved(
         order = _in_order(sent, group)
         packed = tensors[0].view(-1) if as_it_is else _packed(plan, sources, order, like)
         splits = _sizes(received, group), _sizes(sent, group)
-        arrived = functions.wait_tensor(functions.all_to_all_single(packed, group.name, *splits))
+        arrived = all_to_all(packed, group, *splits)
     if into is None and not kept and len(wanted) == 1:
         whole = plan.targets[wanted[0]].box
         if are_rows_of([t.box for t in parts], whole):

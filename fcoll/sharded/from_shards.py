@@ -44,7 +44,7 @@ def from_local_shards(
     spec = inferred_spec(metadata.shards_metadata, metadata.size)
     ordered = layout_of(spec, metadata.size)  # as a tensor that is made with this spec lists them
     metadata = replace(metadata, shards_metadata=ordered)
-    return cls._made(spec, metadata, list(shards), pg, init_rrefs=init_rrefs)
+    return cls._made(spec, metadata, list(shards), pg, init_rrefs=init_rrefs, agreed=True)
 
 
 def _unknown_dim(global_size: Sequence[Any]) -> int | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fcoll import functions
+from fcoll.sharded import _torch
+from fcoll.sharded.agreement import agree
 from fcoll.sharded.boxes import Box, are_rows_of
 from fcoll.sharded.errors import BadGather
 from fcoll.sharded.exchange import exchanged
@@ -17,6 +19,7 @@ from fcoll.sharded.layout import anchor_of, held, like, local_tensors
 from fcoll.sharded.plan import Held, Plan
 
 
+@_torch.uncompiled
 def gather_into(
     st: Any, dst: int, out: Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
 ) -> None:
@@ -29,6 +32,7 @@ def gather_into(
         hint = f"Ranks are counted within the group: 0 to {g.n - 1}."
         raise BadGather(rank=g.rank, why=f"dst={dst!r} is none of its {g.n} ranks", hint=hint)
     _check_out(g.rank, dst, size, out)
+    agree("gather", st)
     blocks = held(st)
     plan = Plan(blocks, (Held(g.ranks[dst], Box.whole(size)),))
     with torch.no_grad():
@@ -51,8 +55,10 @@ def _check_out(rank: int, dst: int, size: torch.Size, out: Tensor | None) -> Non
         raise BadGather(rank=rank, why=why, hint="Allocate it so.")
 
 
+@_torch.uncompiled
 def all_gather(st: Any) -> Tensor:
     """See ShardedTensor.all_gather."""
+    agree("all_gather", st)
     g, size, blocks = st.group, st._metadata.size, held(st)
     ordered = [block.box for rank in g.ranks for block in blocks if block.rank == rank]
     sizes = [sum(b.box.volume for b in blocks if b.rank == rank) for rank in g.ranks]

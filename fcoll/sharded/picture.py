@@ -10,8 +10,10 @@ from html import escape
 from fcoll.sharded._torch import ShardedTensorMetadata, ShardMetadata
 from fcoll.sharded.draw import MOST_TABLES, Range, cuts_along, headline, range_text, who
 
-SIDE, LEFT, TOP, GAP = 320, 70, 44, 40
+SIDE, LEFT, TOP, GAP = 240, 70, 56, 40
 LEAST = 8  # pixels that a block has at least, so that thin ones are seen
+TITLE_CHAR = 7.6  # pixels of a letter of the title, about
+TICK_GAP = 14  # pixels that numbers on an axis are apart at least
 
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #14181f; } .soft { fill: #5b6472; }
@@ -36,10 +38,12 @@ def svg(metadata: ShardedTensorMetadata) -> str:
         at = dict(zip(others, block, strict=True))
         here = [shard for shard in full if _covers(shard, at)]
         where = ", ".join(f"dim {d} {range_text(r)}" for d, r in at.items())
-        parts.append(f'<text class="soft" x="{left}" y="{TOP - 6}">{where}</text>')
+        parts.append(f'<text class="soft" x="{left}" y="{TOP - 14}">{where}</text>')
         parts += _panel(here, size, down, across, left)
-        left += SIDE + GAP
-    width, height = left + GAP, TOP + SIDE + GAP
+        parts += _ticks(here, size, down, across, left)
+        left += SIDE + GAP + LEFT * (down is not None)
+    title = 24 + TITLE_CHAR * len(headline(metadata))
+    width, height = max(round(title), left), TOP + SIDE + GAP
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -92,6 +96,44 @@ def _panel(
             middle = f'x="{left + x + width / 2:.1f}" y="{TOP + y + height / 2 + 4:.1f}"'
             parts.append(f'<text class="block" text-anchor="middle" {middle}>{holder}</text>')
     return parts
+
+
+def _ticks(
+    shards: Sequence[ShardMetadata],
+    size: tuple[int, ...],
+    down: int | None,
+    across: int | None,
+    left: float,
+) -> list[str]:
+    """Where blocks begin and end along the dims: on the left, and below."""
+    parts = []
+    if down is not None:
+        parts.append(_soft(f"dim {down}", left - 8, TOP - 12, "end"))
+        for at, y in _edges(shards, size[down], down, TICK_GAP):
+            parts.append(_soft(str(at), left - 8, TOP + y + 4, "end"))
+    if across is not None:
+        below = TOP + SIDE + 16
+        for at, x in _edges(shards, size[across], across, 2 * TICK_GAP):
+            parts.append(_soft(str(at), left + x, below, "middle"))
+        parts.append(_soft(f"dim {across}", left + SIDE / 2, below + 16, "middle"))
+    return parts
+
+
+def _edges(
+    shards: Sequence[ShardMetadata], size: int, dim: int, gap: float
+) -> list[tuple[int, float]]:
+    """(index, pixels) of the edges of blocks along a dim; the last, and as many as have room."""
+    edges = {s.shard_offsets[dim] for s in shards}
+    scale = SIDE / size
+    found: list[tuple[int, float]] = []
+    for at in sorted(edges):
+        if (not found or at * scale - found[-1][1] >= gap) and (size - at) * scale >= gap:
+            found.append((at, at * scale))
+    return [*found, (size, float(SIDE))]
+
+
+def _soft(text: str, x: float, y: float, anchor: str) -> str:
+    return f'<text class="soft" text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">{text}</text>'
 
 
 def _span(shard: ShardMetadata, size: tuple[int, ...], dim: int | None) -> tuple[float, float, str]:

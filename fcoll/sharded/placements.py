@@ -22,6 +22,8 @@ def process_group(group: GroupLike) -> Any:
     the group stays as it is: they may hold a sharded tensor's metadata."""
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return group
+    if group is None and dist.is_initialized():
+        return _torch.default_group()  # also one without a name, which no collective can use
     return resolve(group).pg
 
 

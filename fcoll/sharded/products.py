@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fcoll.sharded.agreement import compare, mark_of
 from fcoll.sharded.asking import swapped, told
 from fcoll.sharded.boxes import Box
 from fcoll.sharded.dispatch import built_in, is_sharded, name_of, unsupported
@@ -183,11 +184,12 @@ def _agreed(func: Callable, x: Tensor, st: Any, contracted: int) -> _Rows:
         why, hint = f"the input is {x.dtype}, the weight {st.dtype}", "Convert one of them."
     grad = x.requires_grad and torch.is_grad_enabled()
     count = 0 if why else x.shape[:-1].numel()
-    everyone = told(g, [count, int(not why), int(grad)], st.device)
+    everyone = told(g, [count, int(not why), int(grad), mark_of(st)], st.device)
+    compare(name_of(func), st, [mark for _, _, _, mark in everyone])
     if why:
         raise BadProduct(func=name_of(func), rank=g.ranks[g.rank], why=why, hint=hint)
-    for rank, (_, fits, _) in zip(g.ranks, everyone, strict=True):
+    for rank, (_, fits, _, _) in zip(g.ranks, everyone, strict=True):
         if not fits:
             why = "Its input does not fit the weight, so that no rank multiplies"
             raise BadProduct(func=name_of(func), rank=rank, why=why, hint="See that rank's error.")
-    return _Rows([n for n, _, _ in everyone], any(grad for _, _, grad in everyone))
+    return _Rows([n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fcoll.groups import resolve
 from fcoll.sharded import _torch
-from fcoll.sharded.dispatch import as_plain, built_in
+from fcoll.sharded.dispatch import as_plain, built_in, unsupported
 
 
 def _of_tensor(*names: str) -> list[Any]:
@@ -38,6 +38,13 @@ as_plain(
     torch.is_complex,
     torch.is_tensor,
 )
+
+
+@built_in(Tensor.grad.__set__)  # type: ignore[attr-defined]
+def set_grad(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> None:
+    """Gradients are its shards'; that of the whole may be set to none."""
+    if args[1] is not None:
+        raise unsupported(Tensor.grad.__set__, args, kwargs)  # type: ignore[attr-defined]
 
 
 @built_in(*_of_tensor("device"))

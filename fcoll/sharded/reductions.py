@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.sharded._torch import ShardMetadata
+from fcoll.sharded.agreement import agree
 from fcoll.sharded.dispatch import built_in, unsupported
 from fcoll.sharded.results import cut_dims, probe_of, result_of
 from fcoll.sharded.shapes import check_whole, dim_of
@@ -114,6 +115,9 @@ def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: i
 
 def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Tensor:
     size = st._metadata.size
+    if size.numel() == 0:
+        how.local(torch.empty(size, device="meta"), dims, True)  # refuses what has no result
+    agree("a reduction over ranks", st)
     probe = how.local(_wide(probe_of(st), size), dims, True, **options)
     shape = _without(size, dims, True, 1)
     part = probe.new_full(shape, how.start(probe.dtype))

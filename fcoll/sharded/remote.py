@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import Shard
+from fcoll.sharded.agreement import agree
 from fcoll.sharded.errors import NoRemoteShards, RpcRanksDiffer
 from fcoll.sharded.exchange import exchanged
 from fcoll.sharded.layout import held, like, local_tensors
@@ -59,6 +60,7 @@ def check_rpc(init_rrefs: bool) -> None:
         raise RpcRanksDiffer(rank=dist.get_rank(), worker=worker)
 
 
+@_torch.uncompiled
 def remote_shards(st: Any, ranks: Iterable[int] | None) -> dict[int, list[Any]]:
     """See ShardedTensor.remote_shards."""
     if not st._init_rrefs:
@@ -67,6 +69,7 @@ def remote_shards(st: Any, ranks: Iterable[int] | None) -> dict[int, list[Any]]:
     if _torch.rpc_rank() is not None:
         return _references(st, ranks)
     group, blocks, me = st.group, held(st), dist.get_rank()
+    agree("remote_shards", st)
     wanted = set(group.ranks if ranks is None else ranks) - {me}
     asked = dict(zip(group.ranks, all_gather_objects(wanted, group), strict=True))
     for rank, theirs in asked.items():  # all ranks raise, so that none waits for another

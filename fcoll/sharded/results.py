@@ -60,7 +60,8 @@ def result_of(
     spec = st._sharding_spec if layout is None else inferred_spec(shards, whole)
     anchor = probe.reshape(-1)[:0] if probe.requires_grad else None
     metadata = ShardedTensorMetadata(shards, whole, properties)
-    return st._with(local, spec=spec, metadata=metadata, anchor=anchor)
+    agreed = st._agreed and layout is None
+    return st._with(local, spec=spec, metadata=metadata, anchor=anchor, agreed=agreed)
 
 
 def changed(st: Any, probe: Tensor) -> Any:

@@ -8,14 +8,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import GroupLike, resolve
-from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec
+from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+)
 from fcoll.sharded.boxes import Box
 from fcoll.sharded.errors import BadLayout, BadShards, CannotReshard, ShardsDiffer
 from fcoll.sharded.exchange import exchanged
 from fcoll.sharded.objects import all_gather_objects
 from fcoll.sharded.placements import owners, process_group
 from fcoll.sharded.plan import Held, Plan
-from fcoll.sharded.specs import box_of, layout_of
+from fcoll.sharded.specs import GridShardingSpec, box_of, layout_of
 from fcoll.sharded.tensor import ShardedTensor
 from fcoll.sharded.validate import properties_of
 
@@ -33,23 +39,31 @@ def shard_tensor(
     >>> torch.equal(st.local_tensor(), torch.arange(2.0) + 2 * rank)
     True
     """
+    g = resolve(process_group)
+    mine = {
+        "src_rank": src_rank,
+        "sharding_spec": sharding_spec,
+        "size": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "contiguous": tensor.is_contiguous(),
+    }
+    everyone = all_gather_objects(mine, g)
     if not tensor.is_contiguous():
         raise BadShards(why="input tensor is not a contiguous Tensor", hint="Use x.contiguous().")
-    g = resolve(process_group)
-    for rank, (src, spec) in zip(
-        g.ranks, all_gather_objects((src_rank, sharding_spec), g), strict=True
-    ):
-        for name, mine, theirs in (
-            ("src_rank", src_rank, src),
-            ("sharding_spec", sharding_spec, spec),
-        ):
-            if mine != theirs:
+    for rank, theirs in zip(g.ranks, everyone, strict=True):
+        for name, value in mine.items():
+            if value != theirs[name]:
                 why = (
-                    f"{name}={mine} on rank: {g.ranks[g.rank]} does not match with {name}={theirs} "
-                    f"on rank: {rank}"
+                    f"{name}={value} on rank: {g.ranks[g.rank]} does not match with "
+                    f"{name}={theirs[name]} on rank: {rank}"
                 )
                 raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
+    if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own
+        return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[return-value]
     return scatter(tensor, sharding_spec, src_rank, process_group)
+
+
+_KNOWN = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard, GridShardingSpec.shard)
 
 
 def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike) -> ShardedTensor:

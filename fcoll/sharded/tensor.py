@@ -35,6 +35,7 @@ from fcoll.sharded.placements import owners
 from fcoll.sharded.placements import process_group as as_process_group
 from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
 from fcoll.sharded.validate import check_properties, flat_size
+from fcoll.tracing.values import note_layout
 
 
 class ShardedTensorBase(Tensor):
@@ -49,6 +50,8 @@ class ShardedTensorBase(Tensor):
     # An empty tensor that hangs on the autograd graph which made the shards: a rank that holds
     # none takes part in the backward pass through it.
     _anchor: Tensor | None
+    # Have the ranks compared what they think of it?
+    _agreed: bool = False
 
     def __new__(
         cls,
@@ -69,6 +72,10 @@ class ShardedTensorBase(Tensor):
         shards = layout_of(sharding_spec, whole, properties)
         return cls._made(sharding_spec, ShardedTensorMetadata(shards, whole, properties), [])
 
+    def layout_card(self) -> dict[str, str]:
+        """The layout for a report: a line of text and a picture."""
+        return {"text": summary(self._metadata, self._sharding_spec), "svg": svg(self._metadata)}
+
     @classmethod
     def _made(
         cls,
@@ -79,8 +86,9 @@ class ShardedTensorBase(Tensor):
         *,
         init_rrefs: bool = False,
         anchor: Tensor | None = None,
+        agreed: bool = False,
     ) -> Any:
-        """One of metadata and shards that have been checked."""
+        """One of metadata and shards that have been checked; ``agreed``: by all ranks."""
         properties = metadata.tensor_properties
         made = _torch.wrapper(
             cls,
@@ -96,6 +104,8 @@ class ShardedTensorBase(Tensor):
         made._process_group = group
         made._init_rrefs = init_rrefs
         made._anchor = anchor
+        made._agreed = agreed
+        note_layout(made.layout_card)
         return made
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -369,6 +379,7 @@ class ShardedTensor(ShardedTensorBase):
         spec: ShardingSpec | None = None,
         metadata: ShardedTensorMetadata | None = None,
         anchor: Tensor | None = None,
+        agreed: bool = False,
     ) -> Any:
         """A tensor of these shards on the same group; spec and metadata are this one's if not
         given. Nothing is checked."""
@@ -379,4 +390,5 @@ class ShardedTensor(ShardedTensorBase):
             self._process_group,
             init_rrefs=self._init_rrefs,
             anchor=anchor,
+            agreed=self._agreed if metadata is None else agreed,
         )

@@ -56,6 +56,8 @@ def reachable(*roots: Any) -> Found:
 
 
 def _add_tensor(found: Found, holder: Any, key: Any, x: Tensor, name: str) -> None:
+    for shard in getattr(x, "_local_shards", ()):  # a sharded tensor is what its shards are
+        _add_tensor(found, _Fields(shard), "tensor", shard.tensor, name)
     if "." in name or id(x) not in found.tensors:  # a path says more than a list's index
         found.tensors[id(x)] = (x, name)
     if holder is not None:
@@ -132,6 +134,16 @@ class _Cell:
         self.cell.cell_contents = value
 
 
+class _Fields:
+    """The attributes of an object as something that values are put into."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+
 _OF_MODULE = set(vars(torch.nn.Module()))
 
 
@@ -185,12 +197,14 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
     stages of pipelines are too.
     """
     all_tensors = [x for x, _ in found.tensors.values()]
-    copies = {id(x): fake_copy(x, mode) for x in all_tensors if x.is_meta == (mode is not None)}
+    replaced = (x for x in all_tensors if x.is_meta == (mode is not None))
+    copies = {id(x): fake_copy(x, mode) for x in replaced if not hasattr(x, "_local_shards")}
     grads = [(x, x.grad) for x, _ in found.tensors.values() if x.is_leaf]
     states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in found.optimizers]
     parameters = [_Contents(module._parameters) for module in found.modules]
     rates = [_Contents(group) for o in found.optimizers for group in o.param_groups]
-    stateful = [*_torch.fsdp_objects(found.modules), *found.pipelines]
+    in_shards = [x for x in all_tensors if hasattr(x, "_local_shards")]
+    stateful = [*_torch.fsdp_objects(found.modules), *found.pipelines, *in_shards]
     attributes = [_Attributes(x) for x in stateful if hasattr(x, "__dict__")]
     try:
         for holder, key, x in found.places:

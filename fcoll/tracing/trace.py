@@ -49,6 +49,7 @@ class Trace:
 
     notes: tuple[str, ...] = ()
     taken: Mapping[str, int] = {}  # the values of sizes that were given by take()
+    layouts: tuple[dict[str, str], ...] = ()  # a card of each layout of sharded tensors in it
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class Trace:
         """The trace without its graph, as text."""
         plain: dict[str, Any] = {"rank": self.rank, "mesh": self.mesh}
         plain |= {"input_bytes": self.input_bytes, "sizes": self.sizes, "notes": self.notes}
+        plain |= {"layouts": self.layouts}
         rows = {"collectives": self.collectives, "steps": self.steps}
         lists = {key: [vars(row) for row in value] for key, value in rows.items()}
         return json.dumps({**plain, **lists}, default=_expression_to_json)
@@ -110,6 +112,7 @@ class Trace:
         made = cls(None, collectives, data["rank"], data["mesh"], steps)
         made.input_bytes, made.sizes = data["input_bytes"], data["sizes"]
         made.notes = tuple(data.get("notes", ()))
+        made.layouts = tuple(data.get("layouts", ()))
         return made
 
     def __eq__(self, other: object) -> bool:
@@ -307,6 +310,7 @@ class _Step:
         rank = dist.get_rank() if dist.is_initialized() else 0
         made = Trace(graph_module, collectives, rank, current_axes())
         made.notes = tuple(dict.fromkeys(recorder.notes))
+        made.layouts = _distinct([*self._layouts_given(), *values.layouts])
         return made
 
     def _call(self, args: Any, kwargs: Any, recorder: Recorder) -> Any:
@@ -327,6 +331,12 @@ class _Step:
         else:
             with _torch.not_compiled():
                 yield self.fn
+
+    def _layouts_given(self) -> Iterator[dict[str, str]]:
+        """Of the sharded tensors that the program had before."""
+        for x, name in self.found.tensors.values():
+            if hasattr(x, "layout_card"):
+                yield x.layout_card() | {"name": name}
 
     def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
         """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
@@ -352,6 +362,14 @@ def _no_collection() -> Iterator[None]:
 
 def _names(tensors: Any) -> dict[int, str]:
     return {id(part): name for x, name in tensors for part in parts_of(x)}
+
+
+def _distinct(cards: list[dict[str, str]]) -> tuple[dict[str, str], ...]:
+    """Each layout once, with what is known of its first tensor that has a name or line."""
+    found: dict[str, dict[str, str]] = {}
+    for card in cards:
+        found.setdefault(card["svg"], card)
+    return tuple(found.values())
 
 
 def backward_of(out: Any) -> None:

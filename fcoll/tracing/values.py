@@ -36,6 +36,7 @@ class Values:
     asked: list[tuple[str, bool]] = field(default_factory=list)  # (line, answer) of each branch
     floats: str = ""  # the line that first made a plain float of a value
     ints: str = ""  # and that of a plain int, which could be a size
+    layouts: list[dict[str, str]] = field(default_factory=list)  # of sharded tensors that it made
     _decided: dict[Any, bool] = field(default_factory=dict)
 
     def forget(self) -> None:
@@ -127,6 +128,12 @@ def assume(condition: Any, value: bool) -> bool:
     False
     """
     return bool(value) if _active else bool(condition)
+
+
+def note_layout(card: Callable[[], dict[str, str]]) -> None:
+    """While a step is traced: it made a sharded tensor, of which this is a card."""
+    if _active:
+        _active[-1].layouts.append(card() | {"source": user_line()})
 
 
 # -- placeholders ---

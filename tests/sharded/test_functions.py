@@ -224,3 +224,18 @@ def test_random_functions_draw_what_the_shard_alone_would_draw():
             assert torch.equal(made, func(tensor.local_tensor()))
 
     fcoll.simulate_ranks(check, 4)
+
+
+@pytest.mark.parametrize("name", ["max", "min", "amax", "amin"])
+def test_nothing_has_no_largest(name):
+    """As torch's own, on a tensor without elements."""
+
+    def check(rank):
+        empty = sharded.ones(sharded.chunk(0, 4), 0, 4)
+        with pytest.raises(RuntimeError):
+            getattr(torch, name)(empty)
+        with pytest.raises(RuntimeError):
+            getattr(torch, name)(torch.ones(0, 4))
+        assert empty.sum() == 0 and empty.prod() == 1
+
+    fcoll.simulate_ranks(check, 4)

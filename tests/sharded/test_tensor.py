@@ -167,8 +167,8 @@ def test_the_picture_has_the_blocks_in_proportion():
         "rank 3: dim 1 0:3",
         "rank 1: dim 1 3:6",
     ]
-    assert blocks[0].get("width") == blocks[1].get("width") == "160.0"
-    assert float(blocks[1].get("x")) - float(blocks[0].get("x")) == 160
+    assert blocks[0].get("width") == blocks[1].get("width") == "120.0"
+    assert float(blocks[1].get("x")) - float(blocks[0].get("x")) == 120
     assert blocks[0].get("fill") != blocks[1].get("fill")
 
 

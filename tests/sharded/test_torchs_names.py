@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import launch
 from torch.distributed._shard import api, sharded_tensor
 from torch.distributed._shard.sharded_tensor import api as tensor_api
 from torch.distributed._shard.sharded_tensor import utils
 from torch.distributed._shard.sharding_spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    ShardingSpec,
     ShardMetadata,
 )
 from torch.distributed._shard.sharding_spec import api as spec_api
 from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 import fcoll
 from fcoll import sharded
@@ -129,10 +134,30 @@ def invalid(rank):
         utils._parse_and_validate_remote_device(dist.group.WORLD, None)
 
 
+@dataclass
+class Own(ShardingSpec):
+    """A spec of the program's own, with its own way to shard."""
+
+    placements: list
+
+    def build_metadata(self, tensor_sizes, tensor_properties):
+        return ChunkShardingSpec(0, self.placements).build_metadata(tensor_sizes, tensor_properties)
+
+    def shard(self, tensor, src_rank=0, process_group=None):
+        raise NotImplementedError("Own.shard is not implemented")
+
+
+def own_specs(rank):
+    spec = Own([*PLACES])
+    assert sharded_tensor.ones(spec, 8, 2).local_tensor().shape == (2, 2)
+    with pytest.raises(NotImplementedError, match=r"Own\.shard is not implemented"):
+        api._shard_tensor(torch.ones(8, 2), spec)
+
+
 def torchs_programs(rank):
     with sharded.serve_torch():
         programs = (creation, gathering, groups, resharding, by_torchs_own_method, custom_ops)
-        for program in (*programs, invalid):
+        for program in (*programs, invalid, own_specs):
             program(rank)
 
 
@@ -144,3 +169,34 @@ def test_programs_on_simulated_ranks():
     with sharded.serve_torch():
         for program in (creation, gathering, groups, resharding, by_torchs_own_method, invalid):
             fcoll.simulate_ranks(program, 4)
+        fcoll.simulate_ranks(own_specs, 4)
+
+
+class Nameless(dist.ProcessGroup):
+    """A group of a test that only knows how many ranks there are."""
+
+    def getBackendName(self):
+        return "nameless"
+
+
+def in_a_nameless_world(rank):
+    """Metadata, plans and lookups of a checkpoint need no collective."""
+    dist.destroy_process_group()
+    dist.Backend.register_backend(
+        "nameless", lambda store, r, n, timeout: Nameless(r, n), devices=["cpu"]
+    )
+    store = dist.HashStore()
+    dist.init_process_group("nameless", rank=1, world_size=4, store=store)
+    layout = sharded.ones(sharded.chunk(0, 4), 8, 2).metadata()
+    mine = sharded.Shard(torch.ones(2, 2), layout.shards_metadata[1])
+    st = sharded.init_from_local_shards_and_global_metadata([mine], layout)
+    found = find_state_dict_object({"st": st}, MetadataIndex("st", [2, 0]))
+    assert found is mine.tensor
+    with pytest.raises(ValueError, match="no offset was provided"):
+        find_state_dict_object({"st": st}, MetadataIndex("st"))
+    with pytest.raises(ValueError, match="Could not find shard at"):
+        find_state_dict_object({"st": st}, MetadataIndex("st", [0, 0]))
+
+
+def test_a_world_without_a_name():
+    assert launch(in_a_nameless_world, 1).errors == [None]
