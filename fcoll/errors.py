@@ -467,6 +467,13 @@ class BadCommHook(FcollError, RuntimeError):
     template = "{why}{at}. {hint}"
 
 
+class JoinCompiled(FcollError, RuntimeError):
+    template = (
+        "a compiled module has no join(){at}: ranks that have joined do not answer its "
+        "all-reduces. {hint}"
+    )
+
+
 class ParametersDiffer(FcollError, RuntimeError):
     template = "{message}{at}. Build the same model on all ranks, with its parameters in one order."
 

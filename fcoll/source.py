@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -70,6 +71,36 @@ def _is_made(frame: FrameType) -> bool:
     """Is it the constructor that dataclasses wrote for a class of ours?"""
     code = frame.f_code
     return code.co_filename == "<string>" and code.co_name == "__init__"
+
+
+class _Part(threading.local):
+    """Of this thread: simulated ranks are threads, each in its own."""
+
+    name = ""
+
+
+_part = _Part()
+
+
+@contextlib.contextmanager
+def part(name: str) -> Iterator[None]:
+    """Inside, what is issued belongs to this part of the program, which has no line of its own:
+    traces and profiles show it beside the line.
+
+    >>> from fcoll.source import current_part, part
+    >>> with part("bucket_0"):
+    ...     current_part()
+    'bucket_0'
+    """
+    before, _part.name = _part.name, name
+    try:
+        yield
+    finally:
+        _part.name = before
+
+
+def current_part() -> str:
+    return _part.name
 
 
 def user_site() -> Site | None:

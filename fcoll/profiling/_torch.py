@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 from fcoll.imports import say_what_is_missing
+from fcoll.tracing._torch import ENGINE_CODE
 
+_AROUND = (__file__, os.path.join(os.path.dirname(__file__), "timers.py"), torch.library.__file__)
 _BACKEND_SELECT, _META = torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.Meta
 
 
@@ -33,6 +38,19 @@ def around_op(op: Any, hook: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+def called_by_engine() -> bool:
+    """Did C++ that the autograd engine runs make the call that is timed, and no Python?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _AROUND:
+        frame = frame.f_back
+    return frame is None or frame.f_code is ENGINE_CODE
+
+
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Call fn when the backward pass that is running has computed all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
 
 
 def find_op(name: str) -> Any:

@@ -44,6 +44,7 @@ class Measured:
     sum_us: float
     predicted_us: float | None
     source: str
+    part: str = ""  # of the program, beside its line: "bucket_0: head.weight, head.bias"
 
 
 class Profile:
@@ -83,7 +84,7 @@ class Profile:
         """A record for all calls that are alike, in the order of their first."""
         alike: dict[Any, list[Call]] = {}
         for c in self.calls:
-            key = (c.op, c.group.name, c.bytes, c.dtype, c.phase, c.way, c.source)
+            key = (c.op, c.group.name, c.bytes, c.dtype, c.phase, c.way, c.source, c.part)
             alike.setdefault(key, []).append(c)
         return tuple(self._measured(calls) for calls in alike.values())
 
@@ -104,6 +105,7 @@ class Profile:
             sum_us=sum(x.total_us for x in calls),
             predicted_us=self._predicted(c),
             source=c.source,
+            part=c.part,
         )
 
     def _predicted(self, c: Call) -> float | None:
@@ -151,8 +153,8 @@ def profile(machine: Machine | str | Path | None = None) -> Profile:
     Predictions are for ``machine``, or for this one if ``fcoll calibrate`` has measured it. Outside
     the block nothing is timed and nothing costs more. In it a call takes about 10 us longer and a
     wait 2, which are not in its times; an op on a process group and its wait about 70, of which
-    some are. What C++ waits for by itself (DDP's reducer) has a start and no wait; on CUDA the
-    times are those of the host.
+    some are. A reducer's buckets are told apart, with their parameters if it is fcoll's; of torch's
+    DDP the wait is that at the end of the backward pass. On CUDA the times are those of the host.
 
     >>> with fcoll.profile() as p:
     ...     y = fcoll.wait_tensor(fcoll.all_reduce(torch.ones(256)))
@@ -190,4 +192,4 @@ def _cells(c: Measured) -> tuple[str, ...]:
     predicted = "" if c.predicted_us is None else f"{c.predicted_us:.1f}"
     times = [f"{us:.1f}" for us in (c.start_us, c.wait_us, c.total_us, c.sum_us)]
     what = (str(c.calls), c.op, c.group, str(c.n), show_bytes(c.bytes), c.dtype, c.phase, c.way)
-    return (*what, *times, predicted, c.source)
+    return (*what, *times, predicted, f"{c.source} {c.part}".strip())

@@ -33,7 +33,7 @@ from fcoll.profiling.simulated import METHODS
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import is_library, is_own_or_torchs, show
+from fcoll.source import current_part, is_library, is_own_or_torchs, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch as tracing_torch
@@ -56,6 +56,7 @@ class Call:
     start_us: float
     wait_us: float = 0.0
     waits: int = 0
+    part: str = ""  # of the program, beside its line: a reducer's bucket
 
     @property
     def total_us(self) -> float:
@@ -280,7 +281,7 @@ class Timers:
         op, name, nbytes, dtype = what
         forward = self._forward[self._thread.owner]
         source, phase = self._lines.here(forward)
-        call = Call(op, by_name(name), nbytes, dtype, phase, way, source, us)
+        call = Call(op, by_name(name), nbytes, dtype, phase, way, source, us, part=current_part())
         self._tell(call)
         if phase == "fwd" and any(x.requires_grad for x in _tensors(args)):
             # above autograd the call makes the next node, below it the last one is the call's
@@ -289,8 +290,16 @@ class Timers:
             work = out if isinstance(out, dist.Work) else tracing_torch.work_of(out)
             if work is not None:
                 self._hold(work, call)
+                if phase == "bwd" and _torch.called_by_engine():
+                    _torch.at_end_of_backward(functools.partial(self._wait_for, work))
         elif way == "compiled" or fcoll_torch.work_registry_size():
             self._pending.update((_storage(x), call) for x in _tensors(out))
+
+    def _wait_for(self, work: dist.Work) -> None:
+        """Wait for what C++ issued in a backward pass, as DDP's reducer: it would wait for it next,
+        where nobody could see it."""
+        if id(work) in self._works:
+            work.wait()
 
     def _hold(self, work: dist.Work, call: Call) -> None:
         if len(self._works) > 100:  # of those that C++ waits for, which nobody here sees

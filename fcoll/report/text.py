@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fcoll.report.advice import TOP, Advice
+from fcoll.report.buckets import buckets
 from fcoll.report.summary import Moved, Row, gain, moves, rows, tail_us, verdict
 from fcoll.scheduling.timeline import Timeline, busy_us
 from fcoll.units import show_bytes, show_us, table
@@ -40,7 +41,7 @@ def render(
         rest = found[top:]
         exposed = show_us(sum(r.exposed_us for r in rest))
         parts.append(f"... and {len(rest)} more lines with {exposed} exposed")
-    return "\n".join([*parts, "", verdict(line)])
+    return "\n".join([*parts, *buckets(line, top), "", verdict(line)])
 
 
 def _summary(line: Timeline) -> list[str]:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
 from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
-from fcoll.source import is_library
+from fcoll.source import current_part, is_library
 from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch, c10d, objects, pipelines, told
@@ -335,7 +335,8 @@ class Recorder(_torch.TorchDispatchMode):
         else:
             forward = self._of_leaf() if leaf is not None else self._forward_of(running)
         # frames of its own in the backward pass: a hook, or the user's autograd function
-        return self._intern(Origin(frames or forward.frames, module or forward.module, "bwd"))
+        module = current_part() or module or forward.module
+        return self._intern(Origin(frames or forward.frames, module, "bwd"))
 
     def _forward_of(self, node: Any) -> Origin:
         """The origin of the op of the forward pass that an autograd node belongs to."""
@@ -350,7 +351,7 @@ class Recorder(_torch.TorchDispatchMode):
         node = next(filter(None, map(self.known, parts_of(leaf))), None)
         user = next(iter(node.users), None) if node is not None else None
         found = user.meta["origin"] if user is not None else _NOWHERE
-        return self._intern(Origin(found.frames, found.module, "bwd"))
+        return self._intern(Origin(found.frames, current_part() or found.module, "bwd"))
 
     def _of_shards(self, origin: Origin) -> Origin:
         """Of what FSDP2 gathers or reduces: the module whose parameters they are, and the line that

@@ -73,6 +73,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def profiled() -> bool:
+    """Is torch's profiler on?"""
+    return torch.autograd._profiler_enabled()
+
+
 def nobody_watches() -> bool:
     """Is no mode active that wants to see every operation?"""
     return torch._C._len_torch_dispatch_stack() == 0

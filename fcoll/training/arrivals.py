@@ -5,7 +5,8 @@ gradients of plain parameters into their buckets. Both tell their owner:
 
 - ``PASS``: a backward pass has its first gradient;
 - ``FULL``: all gradients of a bucket are there, and of those before it;
-- ``REFUSED``: one came for a parameter that has had all that it was to get.
+- ``REFUSED``: one came for a parameter that has had all that it was to get;
+- ``LATE``: with ``late`` set, one came while none was expected. It is told once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fcoll.training import _torch
 from fcoll.training.unused import gradient_accumulator
 from fcoll.transport.native import build
 
-PASS, FULL, REFUSED = range(3)
+PASS, FULL, REFUSED, LATE = range(4)
 Tell = Callable[[int, int], None]  # event, and the parameter or bucket
 
 
@@ -37,7 +38,7 @@ class Arrivals:
         self._order: list[int] = []
         self._ready_in = [-1] * len(params)
         self._ready_ns = [0] * len(params)
-        self.scale, self.copies = 1.0, False
+        self.scale, self.copies, self.late = 1.0, False, False
         self.forget_used()
 
     def listen(self) -> None:
@@ -113,6 +114,9 @@ class Arrivals:
         # without a gradient the hook is called where an output is not in the loss
         self._used[index] |= self.params[index].grad is not None
         if not self._armed:
+            late, self.late = self.late, False
+            if late:
+                self._tell(LATE, index)
             return
         self._order.append(index)
         if not self._counts:

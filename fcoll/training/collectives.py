@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import functions
-from fcoll.eager import direct
 from fcoll.eager.door import start
 from fcoll.groups import by_name
 from fcoll.training import _torch
 from fcoll.transport import shared_memory
 from fcoll.transport.carriers import carrier_of
+from fcoll.transport.native import build
 
 # Shared memory publishes messages up to here and reads its peers' when they are waited for; larger
 # ones are complete when the call returns, and in place they need no memory for the result.
@@ -22,8 +24,14 @@ PUBLISHED = 1 << 20
 class Started:
     """A reduction under way. ``wait`` gives its result, which is in the tensor it was called on."""
 
-    def __init__(self, x: Tensor, result: Tensor | None = None, work: dist.Work | None = None):
-        self.x, self.result, self.work = x, result, work
+    def __init__(
+        self,
+        x: Tensor,
+        result: Tensor | None = None,
+        work: dist.Work | None = None,
+        recorded: Any = None,  # in torch's profile
+    ) -> None:
+        self.x, self.result, self.work, self.recorded = x, result, work, recorded
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -32,6 +40,9 @@ class Started:
             done = functions.wait_tensor(self.result)
             if not _torch.same_memory(done, self.x):
                 self.x.copy_(done)
+        if self.recorded is not None:
+            self.recorded.end()
+            self.recorded = None
         self.result = self.work = None
         return self.x
 
@@ -49,15 +60,22 @@ class Collectives:
         if x.is_sparse or self.name is None:
             wire = torch.view_as_real(x) if x.is_complex() and not x.is_sparse else x
             return Started(x, work=self.pg.allreduce([wire]))
-        if self._published(x):
-            return Started(x, functions.all_reduce(x, "sum", self.name))
-        return Started(x, start("all_reduce_", x, "sum", self.name))
+        on_shared_memory = self._on_shared_memory(x)
+        recorded = self._recorded("all_reduce", x) if on_shared_memory else None
+        if on_shared_memory and 0 < x.numel() * x.element_size() <= PUBLISHED:
+            return Started(x, functions.all_reduce(x, "sum", self.name), recorded=recorded)
+        return Started(x, start("all_reduce_", x, "sum", self.name), recorded=recorded)
 
-    def _published(self, x: Tensor) -> bool:
+    def _on_shared_memory(self, x: Tensor) -> bool:
         if _torch.is_fake(x):  # a trace on a real group: no rank is to meet another
             return False
-        small = 0 < x.numel() * x.element_size() <= PUBLISHED
-        return small and carrier_of(by_name(self.name or ""), x.device) is shared_memory
+        return carrier_of(by_name(self.name or ""), x.device) is shared_memory
+
+    def _recorded(self, op: str, x: Tensor) -> Any:
+        """Of torch's profiler, if it is on: named after the group's backend, as its own are."""
+        if _torch.profiled() and build.has_fast_path():
+            return build.fast.Recorded(f"{self.pg.name()}:{op}", x)
+        return None
 
     def sum_by_group_(self, x: Tensor) -> Started:
         """Like sum_, by the process group: ranks that have joined call that one directly."""
@@ -68,4 +86,5 @@ class Collectives:
         if self.name is None:
             self.pg.broadcast([x], src).wait()
             return x
-        return direct.wait(start("broadcast_", x, src, self.name))
+        recorded = self._recorded("broadcast", x) if self._on_shared_memory(x) else None
+        return Started(x, start("broadcast_", x, src, self.name), recorded=recorded).wait()

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from fcoll.errors import BadCommHook, fail
+from fcoll.errors import BadCommHook, JoinCompiled, fail
 from fcoll.functions import all_reduce, broadcast, wait_tensor
 from fcoll.groups import GroupLike, resolve
 from fcoll.training.assignment import (
@@ -86,7 +86,13 @@ class DataParallel(DistributedDataParallel):
     ) -> None:
         resolved = resolve(group)
         if init_sync:
-            _verify(module, resolved.pg)
+            compared = {
+                "broadcast_buffers": broadcast_buffers,
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "bucket_cap_mb": bucket_cap_mb,
+            }
+            _verify(module, resolved.pg, compared)
         if not broadcast_buffers:
             options[_NOT_SYNCED] = False
         with serving(Reducer):
@@ -100,6 +106,7 @@ class DataParallel(DistributedDataParallel):
                 init_sync=init_sync,
                 **options,
             )
+        self.reducer.warns_of_late = True
         self.group_name = resolved.name
         self.mixed = _precision(mixed_precision)
         self.comm_hook = comm_hook
@@ -134,6 +141,7 @@ class DataParallel(DistributedDataParallel):
         """The module's, of this rank's inputs."""
         if torch.compiler.is_compiling():
             return self._compiled_forward(inputs, kwargs)
+        self.reducer.arrivals.late = False  # gradients of this pass, wherever they are to go
         return super().forward(*inputs, **kwargs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -164,9 +172,23 @@ class DataParallel(DistributedDataParallel):
         super().register_comm_hook(state, hook)
         self._eager_hook = True
 
+    def _check_comm_hook(self, hook: Any) -> None:
+        """torch's check; but bf16 is not for GPUs alone, and the argument's name is asked for."""
+        if callable(hook) and "bucket" not in inspect.signature(hook).parameters:
+            fail(
+                BadCommHook,
+                why=f"{getattr(hook, '__name__', 'the hook')} has no argument named bucket",
+                hint="Write hook(state, bucket) -> torch.futures.Future[torch.Tensor].",
+            )
+        if getattr(hook, "__name__", "") not in _BF16_HOOKS:
+            super()._check_comm_hook(hook)
+
     # -- compiled ---------------------------------------------------------------------------------
 
     def _compiled_forward(self, inputs: Any, kwargs: Any) -> Any:
+        if self._join_config.enable:
+            hint = "Call the module itself inside join(), or give all ranks as many inputs."
+            fail(JoinCompiled, hint=hint)
         if self._eager_hook:
             fail(
                 BadCommHook,
@@ -204,6 +226,8 @@ class DataParallel(DistributedDataParallel):
                     buffer.copy_(part.view(buffer.shape))
 
 
+_BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+
 # torch 2.13 renamed broadcast_buffers, which still goes but warns
 _NOT_SYNCED = (
     "forward_sync_buffers"
@@ -212,12 +236,12 @@ _NOT_SYNCED = (
 )
 
 
-def _verify(module: nn.Module, pg: Any) -> None:
+def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> None:
     ignored: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
     if named:
         names, params = zip(*named, strict=True)
-        verify_params_across_processes(pg, params, names=names)
+        verify_params_across_processes(pg, params, names=names, options=options)
 
 
 def _precision(given: Any) -> MixedPrecision:

@@ -25,6 +25,7 @@ class Facts:
     finds_unused: bool
     static_graph: bool
     backwards: int  # backward passes since the forward pass
+    raised: str  # the line of one that an exception ended, or ""
 
 
 def listed(names: Iterable[str]) -> str:
@@ -44,9 +45,24 @@ def modules_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] or "the module itself" for name in names))
 
 
+def late(name: str, line: str) -> str:
+    """A gradient that nobody will reduce."""
+    return (
+        f"The gradient of {name} arrived after the reduction{f' at {line}' if line else ''} had "
+        "ended, with no forward pass since: it and what follows is not reduced, so ranks differ. "
+        "Add the losses up and call backward() once, or run the passes but the last in no_sync()."
+    )
+
+
 def unfinished(facts: Facts) -> str:
     """Some parameters had no gradient when the next iteration began."""
     text = FINISHED
+    if facts.raised:
+        return (
+            f"{text}It did not, since an exception ended the backward pass at {facts.raised}.\n"
+            f"{_names(facts)}\n{_indices(facts)}\nTo go on after it, call reset_state() of the "
+            "reducer (the module's `reducer`) on all ranks."
+        )
     if facts.static_graph:
         text += (
             "This error indicates that your training graph has changed in this iteration, e.g., "

@@ -15,6 +15,7 @@ results go back into the gradients.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from fcoll.errors import (
     ReductionUnfinished,
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
-from fcoll.source import user_line
+from fcoll.source import part, user_line
 from fcoll.training import _torch, explain, hooks
 from fcoll.training import bucket as buckets
 from fcoll.training.arrivals import arrivals_of
@@ -105,6 +106,7 @@ class Reducer(Settings):
         self.names = [given.get(i, f"parameter {i}") for i in range(len(self.params))]
         self.static_graph = False
         self.skips_unused = skip_all_reduce_unused_params
+        self.warns_of_late = False  # torch's says nothing
         self.stats = Statistics()
         self._unused: list[int] = []
         self._triggered = [0] * len(self.params)  # hooks in the first iteration of a static graph
@@ -126,7 +128,8 @@ class Reducer(Settings):
         def tell(event: int, index: int) -> None:
             reducer = me()
             if reducer is not None:
-                (reducer._begin_pass, reducer._send_full, reducer._refuse)[event](index)
+                tellers = (reducer._begin_pass, reducer._send_full, reducer._refuse, reducer._late)
+                tellers[event](index)
 
         self.arrivals = arrivals_of(self.params, tell)
         if not to_nothing:
@@ -140,6 +143,7 @@ class Reducer(Settings):
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
         self._passes: list[str] = []  # the lines of the backward passes of this iteration
+        self._ended = 0  # of them
 
     # -- buckets ----------------------------------------------------------------------------------
 
@@ -158,6 +162,8 @@ class Reducer(Settings):
         for b, bucket in enumerate(self._buckets):
             for i, view in zip(bucket.indices, bucket.views, strict=True):
                 bucket_of[i], views[i] = b, view
+        named = [explain.listed(self.names[i] for i in members) for members in self.indices]
+        self._parts = [f"bucket_{b}: {names}" for b, names in enumerate(named)]
         self.arrivals.into(bucket_of, views, self.shares)
         if self.shares:
             for bucket in self._buckets:
@@ -231,6 +237,7 @@ class Reducer(Settings):
         for bucket in self._buckets:
             bucket.work = None
         self._passes.clear()
+        self._ended = 0
         left = list(self._triggered) if self.static_graph else [1] * len(self.params)
         members = [len(bucket.indices) for bucket in self._buckets]
         self.arrivals.arm(members, left, not self._first_of_static)
@@ -267,12 +274,23 @@ class Reducer(Settings):
         that it will not reach count as ready."""
         self._passes.append(user_line() or "?")
         self._unfinished = True
+        _torch.at_end_of_backward(self._end_pass)
         if len(self._passes) > 1:
             return
         self.arrivals.scale = self._scale()
         self.arrivals.copies = _torch.nobody_watches()
         for unused in self._unused:
             self.arrivals.mark(unused)
+
+    def _end_pass(self) -> None:
+        """No exception has ended it."""
+        self._ended += 1
+
+    def _late(self, index: int) -> None:
+        """A gradient came after all were reduced, and no forward pass since: it stays here."""
+        warnings.warn(
+            explain.late(self.names[index], self._passes[-1] if self._passes else ""), stacklevel=2
+        )
 
     def _scale(self) -> float:
         return 1.0 if self._hook else 1.0 / self._divide_factor()
@@ -302,7 +320,7 @@ class Reducer(Settings):
         if self.skips_unused and {*bucket.indices} <= {*self._unused}:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), part(self._parts[index]):
                 if left := self.arrivals.not_copied(index):
                     bucket.fill(self._scale(), self.shares, self._mixed_dtype, left)
                 if self.stats.iteration <= 1:
@@ -353,7 +371,7 @@ class Reducer(Settings):
                 continue
             keep = [self.used.unused(i) for i in bucket.indices] if agrees else []  # type: ignore[union-attr]
             try:
-                with torch.no_grad():
+                with torch.no_grad(), part(self._parts[index]):
                     result = work.wait() if self._hook is None else hooks.result_of(work)
                     if not self._optimizes:
                         bucket.spread(result, self.shares, keep)
@@ -365,6 +383,7 @@ class Reducer(Settings):
         self._divisor = None
         if self.used is not None:
             self._forget_used() if self._graph_may_change else self.used.finish()
+        self.arrivals.late = self.warns_of_late
         self.stats.received()
 
     def _forget_used(self) -> None:
@@ -403,6 +422,7 @@ class Reducer(Settings):
             self.finds_unused,
             self.static_graph,
             len(self._passes),
+            self._passes[self._ended] if self._ended < len(self._passes) else "",
         )
         error = ReductionUnfinished(message=explain.unfinished(facts))
         error.parameters = tuple(self.names[i] for i in missing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,41 +17,61 @@ def verify_params_across_processes(
     params: Sequence[Tensor],
     logger: Any = None,
     names: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise on all ranks unless all have as many parameters, of the same dtypes, sizes and strides.
+    """Raise on all ranks unless all have as many parameters, of the same dtypes, sizes and strides;
+    with ``names`` and ``options``, of the same names and with the same options.
 
     >>> from fcoll.training.verify import verify_params_across_processes
     >>> verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3)])
     """
     if not params or _torch.is_fake(params[0]):
         return  # no data, so nothing to compare: all ranks are the same program
-    cards = _exchange(process_group, [_card(p) for p in params])
     names = names or [""] * len(params)
+    mine = [(*_card(p), name) for p, name in zip(params, names, strict=True)]
+    given = _exchange(process_group, (dict(options or {}), mine))
+    me = process_group.rank()
     try:
-        _compare(process_group.rank(), cards, names)
+        _compare_options(me, [theirs for theirs, _ in given])
+        _compare(me, [cards for _, cards in given])
     except ParametersDiffer as error:
         if logger is not None:
             logger.set_error_and_log(str(error))
         raise
 
 
-Card = tuple[list[int], list[int], str]  # sizes, strides, dtype
+Card = tuple[list[int], list[int], str, str]  # sizes, strides, dtype, name
 
 
-def _card(p: Tensor) -> Card:
+def _card(p: Tensor) -> tuple[list[int], list[int], str]:
     return list(p.shape), list(p.stride()), str(p.dtype).removeprefix("torch.")
 
 
-def _exchange(pg: dist.ProcessGroup, mine: list[Card]) -> list[list[Card]]:
-    """The cards of all ranks."""
-    cards: list[Any] = [None] * pg.size()
+def _exchange(pg: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What all ranks have."""
+    found: list[Any] = [None] * pg.size()
     if pg.size() > 1:
-        dist.all_gather_object(cards, mine, group=pg)
-        return cards
+        dist.all_gather_object(found, mine, group=pg)
+        return found
     return [mine]
 
 
-def _compare(me: int, cards: list[list[Card]], names: Sequence[str]) -> None:
+def _others(me: int, n: int) -> Sequence[int]:
+    """With whom a rank compares: with rank 0, as torch does; there, with the first that differs."""
+    return range(1, n) if me == 0 else (0,)
+
+
+def _compare_options(me: int, options: list[dict[str, Any]]) -> None:
+    for rank in _others(me, len(options)):
+        for name, here in options[me].items():
+            if here != options[rank][name]:
+                raise ParametersDiffer(
+                    message=f"[{me}]: {name} is {here} in this process, and {options[rank][name]} "
+                    f"in process {rank}"
+                )
+
+
+def _compare(me: int, cards: list[list[Card]]) -> None:
     mine = cards[me]
     for rank, theirs in enumerate(cards):
         if len(theirs) != len(mine):
@@ -60,16 +80,14 @@ def _compare(me: int, cards: list[list[Card]], names: Sequence[str]) -> None:
                 f"params, while rank {rank} has inconsistent {len(theirs)} params"
             )
     for i, card in enumerate(mine):
-        # with rank 0, as torch does; there, with the first that differs from it
-        others = range(1, len(cards)) if me == 0 else (0,)
-        for rank in others:
+        for rank in _others(me, len(cards)):
             for what, here, there in zip(_WHAT, card, cards[rank][i], strict=True):
                 if here != there:
-                    name = f" ({names[i]})" if names[i] else ""
+                    name = f" ({card[-1]})" if card[-1] and what != "name" else ""
                     raise ParametersDiffer(
                         message=f"[{me}]: params[{i}]{name} in this process with {what} {here} "
                         f"appears not to match {what} of the same param in process {rank}: {there}"
                     )
 
 
-_WHAT = ("sizes", "strides", "dtype")
+_WHAT = ("sizes", "strides", "dtype", "name")

@@ -3,6 +3,7 @@
 // fcoll/training/arrivals.py is the same in Python; there the events are explained. A gradient is
 // copied when it arrives: it is in the cache, and the memory it leaves serves the next one.
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -66,7 +68,7 @@ void copy(const Tensor& to, const Tensor& from, double scale) {
 
 // -- arrivals -------------------------------------------------------------------------------------
 
-enum Event { PASS, FULL, REFUSED };
+enum Event { PASS, FULL, REFUSED, LATE };
 
 class Arrivals : public std::enable_shared_from_this<Arrivals> {
  public:
@@ -119,6 +121,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   double scale = 1.0;
   bool copies = false;
+  bool late = false;
 
   void forget_used() { used_.assign(params_.size(), 0); }
 
@@ -152,7 +155,10 @@ void Arrivals::arrive(int64_t index) {
   std::lock_guard lock(mutex_);
   begun_ = true;
   if (params_[index].grad().defined()) used_[index] = 1;
-  if (!armed_) return;
+  if (!armed_) {
+    if (std::exchange(late, false)) tell(LATE, index);
+    return;
+  }
   order_.push_back(index);
   if (!counts_) return;
   if (int task = torch::autograd::get_current_graph_task_id(); task != task_) {
@@ -225,6 +231,23 @@ py::dict Arrivals::seen() const {
                   "ready_ns"_a = ready_ns_, "used"_a = used_);
 }
 
+// -- in torch's profiles --------------------------------------------------------------------------
+
+// A collective from its start to its wait, as torch's process groups show theirs.
+class Recorded {
+ public:
+  Recorded(const std::string& name, const Tensor& x) : record_(at::RecordScope::USER_SCOPE) {
+    if (!record_.isActive()) return;
+    record_._setAsync();
+    std::vector<c10::IValue> inputs{x};
+    record_.before(name, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+  }
+  void end() { record_.end(); }
+
+ private:
+  at::RecordFunction record_;
+};
+
 // -- back -----------------------------------------------------------------------------------------
 
 // Give each parameter its part of the result: a copy, or, shared, the view that it has already.
@@ -260,7 +283,11 @@ void add_to(py::module_ module) {
       .def("seen", &Arrivals::seen)
       .def("forget_used", &Arrivals::forget_used)
       .def_readwrite("scale", &Arrivals::scale)
-      .def_readwrite("copies", &Arrivals::copies);
+      .def_readwrite("copies", &Arrivals::copies)
+      .def_readwrite("late", &Arrivals::late);
+  py::class_<Recorded, std::shared_ptr<Recorded>>(module, "Recorded")
+      .def(py::init<std::string, Tensor>())
+      .def("end", &Recorded::end);
   module.def("give_back", &give_back);
 }
 
