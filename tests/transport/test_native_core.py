@@ -15,7 +15,7 @@ NATIVE = ROOT / "fcoll" / "transport" / "native"
 TESTS = ROOT / "tests" / "transport" / "native"
 TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
 TORCH_FREE += ["shared_buffers", "kernels"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-march=native", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -72,6 +72,12 @@ def test_failures(tmp_path, core, sanitizer):
     made = program(tmp_path, "failures_test", sanitizer, core(sanitizer))
     for seed in (1, 2, 3):
         passes(made, seed, says="12 cases: all right")
+
+
+def test_loops_of_all_widths_give_the_same_bits(tmp_path, core):
+    sanitizer = "address,undefined"
+    made = program(tmp_path, "kernels_test", sanitizer, core(sanitizer))
+    passes(made, says="reductions: all right")
 
 
 def test_parts_in_arenas_last_until_they_are_read(tmp_path, core):
