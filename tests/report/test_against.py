@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fcoll
+from fcoll.cli import main
 from fcoll.errors import BadProfile
 from fcoll.report import html
 from fcoll.report.against import against, page_data, render
@@ -188,6 +189,40 @@ def test_what_one_of_them_lacks_is_told(tmp_path):
     half = nccl("ncclDevKernel_AllReduce_x", 0, 5, **told("allreduce", 1 << 20, range(4), "Half"))
     other = against(many(1), gpu_trace(tmp_path, [half]))
     assert any(n.startswith("other sizes: all_reduce of 4 MiB") for n in other.notes)
+
+
+def test_calls_on_cpus(tmp_path):
+    """An op that calls itself is one call; a backend that tells nothing leaves the calls' times."""
+    facts = {"Input Dims": [[[1024, 1024]]], "Input type": ["TensorList"]}
+    outer = {"ph": "X", "cat": "cpu_op", "name": "c10d::allreduce_", "pid": 1, "tid": 1}
+    outer |= {"ts": 100.0, "dur": 50.0, "args": facts}
+    inner = {**outer, "ts": 110.0, "dur": 30.0}
+    gloo = {**outer, "cat": "user_annotation", "name": "gloo:all_reduce", "tid": 2, "ts": 120.0}
+    gloo |= {"dur": 60.0, "args": {"Input type": ["float"]}}
+    mm = {**outer, "name": "aten::mm", "ts": 150.0, "dur": 10.0, "args": {}}
+    found = against(many(1), gpu_trace(tmp_path, [outer, inner, gloo, mm]))
+    assert found.same and found.run.tool == "PyTorch profiler, CPU"
+    assert vars(found.calls[0]) == {"us": 60, "exposed_us": 50, "bytes": 4 << 20}
+    silent = against(many(1), gpu_trace(tmp_path, [outer, inner, mm]))
+    assert vars(silent.calls[0]) == {"us": 50, "exposed_us": 50, "bytes": None}
+
+
+# -- the command ---
+
+
+def test_the_command(tmp_path, capsys):
+    kernels = [nccl("ncclDevKernel_AllReduce_x", 100 + 40 * i, 30) for i in range(3)]
+    path, page = str(gpu_trace(tmp_path, kernels)), str(tmp_path / "page.html")
+    asked = ["report", "--demo", "tiny", "--mesh", "tp=2", "--against", path, "--html", page, "-q"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert (
+        "against gpu.json · PyTorch profiler, GPU:" in said and "predicted, not in the run" in said
+    )
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["against"]["same"] is False
+    assert main([*asked[:5], "--against", str(tmp_path / "none.json")]) == 2
+    assert "BadProfile" in capsys.readouterr().err
 
 
 # -- Nsight Systems ---

@@ -158,6 +158,16 @@ def test_the_page_fits_its_window(opened, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_what_is_asked_first_is_seen_on_a_phone(opened):
+    page = opened(html.render(many(30)))
+    wide = page.locator("#columns th").all_inner_texts()
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("document.querySelectorAll('#columns th')[1].textContent == 'exposed'")
+    assert sorted(page.locator("#columns th").all_inner_texts()) == sorted(wide)
+    box = page.locator("#columns th", has_text="why").bounding_box()
+    assert box["x"] + box["width"] <= 390
+
+
 def test_the_table_sorts_filters_and_leads_to_the_timeline(opened):
     page = opened(html.render(many(30)))
     first = page.locator("#rows tr").first
