@@ -13,7 +13,7 @@ import timelines
 import torch
 from timelines import many
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 import fcoll
 from fcoll.cli import main
@@ -54,15 +54,20 @@ def calls(mesh):
     return step, (torch.randn(8, 64),)
 
 
-def profiled(rank, build, path):
-    """Three steps of a program, as a user profiles them."""
+def profiled(rank, build, path, marked=False):
+    """Three steps of a program, as a user profiles them; marked by p.step()."""
     step, args = build(None)
     for _ in range(2):  # DDP orders its buckets anew after the first
         step(*args)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as p:
-        for _ in range(STEPS):
+    steps = schedule(wait=1, warmup=1, active=STEPS) if marked else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=steps) as p:
+        for _ in range(STEPS + 2 * marked):
             step(*args)
-    if rank == 0:
+            if marked:
+                p.step()
+            if rank == 0 and p.step_num == STEPS + 2:
+                p.export_chrome_trace(path)
+    if rank == 0 and not marked:
         p.export_chrome_trace(path)
 
 
@@ -72,13 +77,18 @@ def predicted(build):
         return timeline(trace, "cpu-gloo", waits="first use")
 
 
-@pytest.mark.parametrize("build", [ddp, calls], ids=["ddp", "fcoll"])
-def test_a_profile_of_two_gloo_ranks(ranks2, tmp_path, build):
+@pytest.mark.parametrize(
+    ("build", "marked"),
+    [(ddp, False), (calls, False), (ddp, True)],
+    ids=["ddp", "fcoll", "ddp, marked steps"],
+)
+def test_a_profile_of_two_gloo_ranks(ranks2, tmp_path, build, marked):
     path = str(tmp_path / "trace.json.gz")
-    ranks2.run(profiled, build, path)
+    ranks2.run(profiled, build, path, marked)
     line = predicted(build)
     found = against(line, path)
     assert found.same and len(found.steps) == STEPS and found.run.rank == 0
+    assert len(found.run.marks) == (STEPS if marked else 0)
     assert sorted(found.calls) == [c.id for c in line.collectives]
     for i, seen in found.calls.items():
         assert seen.us > 0 and -1e-6 <= seen.exposed_us <= seen.us
