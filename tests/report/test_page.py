@@ -16,6 +16,7 @@ from timelines import compute, many, run, serial, start, wait
 
 from fcoll.report import html, summary, text
 from fcoll.report.advice import Advice
+from fcoll.report.why import reasons
 
 
 def test_the_page_stands_alone():
@@ -447,7 +448,7 @@ def test_text_and_csv(opened):
     shown = page.evaluate("window.fcollReport.asText()").splitlines()
     assert shown[0].split()[:4] == ["collective", "axis", "n", "phase"]
     table = list(csv.DictReader(io.StringIO(page.evaluate("window.fcollReport.asCsv()"))))
-    for row, wanted in zip(table, summary.rows(line), strict=True):
+    for row, wanted in zip(table, summary.rows(line, reasons(line)), strict=True):
         assert row["op"] == wanted.op and row["source"] == wanted.source
         assert float(row["exposed_us"]) == pytest.approx(wanted.exposed_us, abs=0.1)
         assert float(row["bytes"]) == wanted.bytes and row["why"] == wanted.why
