@@ -39,7 +39,7 @@ PROGRESS_S = 5.0  # between lines that say how far it is
 
 
 def _report(args: argparse.Namespace) -> int:
-    from fcoll.report import against, html, observed, perfetto, summary, svg, text
+    from fcoll.report import against, html, observed, perfetto, summary, svg, text, why
     from fcoll.report.advice import advice
     from fcoll.scheduling.planner import schedule
     from fcoll.scheduling.registry import scheduler_of
@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
     found["advice"] = list(map(asdict, told))
     if notes := _notes(args, traced):
         found["notes"] = notes
-    shown = [text.render(first, second, top=args.top, advice=told)]
+    shown = [text.render(first, second, top=args.top, advice=told, why=why.reasons(line))]
     if real is not None:
         found["against"] = real.as_dict()
         shown.append(against.render(real, args.top))

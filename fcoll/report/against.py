@@ -132,13 +132,25 @@ def _steps(run: Run, line: Timeline) -> tuple[tuple[Observed, ...], ...]:
         whole = [tuple(step) for step in found if step]
         usual = Counter(map(len, whole)).most_common(1)[0][0] if whole else 0
         return tuple(step for step in whole if len(step) == usual) or (run.collectives,)
-    n, size = len(run.collectives), len(line.collectives)
-    if size and n > size and n % size == 0:
-        parts = [run.collectives[i : i + size] for i in range(0, n, size)]
-        kinds = [Counter(o.kind for o in part) for part in parts]
-        if all(k == kinds[0] for k in kinds):
-            return tuple(parts)
-    return (run.collectives,)
+    calls, size = run.collectives, len(line.collectives)
+    p = _period([o.kind for o in calls], [(o.kind, o.bytes) for o in calls], size)
+    return tuple(calls[i : i + p] for i in range(0, len(calls), p))
+
+
+def _period(kinds: Sequence[str], calls: Sequence[Any], size: int) -> int:
+    """After how many calls a run repeats itself: as many as were predicted if their kinds do so,
+    else the number nearest to it after which all of them come again.
+
+    >>> _period("aab" * 3, "aab" * 3, 3), _period("aabx" * 3, "aabx" * 3, 3), _period("ab", "ab", 3)
+    (3, 4, 2)
+    """
+    n = len(calls)
+    if size and n % size == 0:
+        first = Counter(kinds[:size])
+        if all(Counter(kinds[i : i + size]) == first for i in range(0, n, size)):
+            return size
+    able = [p for p in range(1, n + 1) if n % p == 0 and calls[p:] == calls[: n - p]]
+    return min(able, key=lambda p: abs(p - size), default=1)
 
 
 # -- which is which ---

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fcoll.report.why import main_cause, reasons
+from fcoll.report.why import Why, main_cause, reasons
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes, show_us
 
@@ -35,12 +35,13 @@ class Row:
         return self.us - self.exposed_us
 
 
-def rows(line: Timeline) -> list[Row]:
-    """The collectives by (op, axis, source line, phase), the most exposed first."""
+def rows(line: Timeline, why: Mapping[int, Why] | None = None) -> list[Row]:
+    """The collectives by (op, axis, source line, phase), the most exposed first; with causes where
+    ``why`` (see why.py) has them."""
     alike: dict[tuple[Any, ...], list[Any]] = {}
     for c in line.collectives:
         alike.setdefault((c.op, c.axis or c.group, len(c.ranks), c.source, c.phase), []).append(c)
-    made, why = [], reasons(line)
+    made = []
     for (op, axis, n, source, phase), found in alike.items():
         exposed = sum(line.exposed_us.get(c.id, 0.0) for c in found)
         hidden = sum(line.hidden_us.get(c.id, 0.0) for c in found)
@@ -50,7 +51,8 @@ def rows(line: Timeline) -> list[Row]:
         values = (op, axis, n, source, phase, len(found), nbytes, wire, exposed + hidden, exposed)
         forms = dict.fromkeys(line.forms.get(c.id, "") for c in found)
         form, module = "/".join(filter(None, forms)), common(c.module for c in found)
-        made.append(Row(*values, ids, form, module, main_cause(ids, line.exposed_us, why)))
+        cause = main_cause(ids, line.exposed_us, why) if why else ""
+        made.append(Row(*values, ids, form, module, cause))
     return sorted(made, key=lambda r: (-r.exposed_us, -r.us, r.ids))
 
 
@@ -169,6 +171,6 @@ def as_dict(line: Timeline) -> dict[str, Any]:
         "verdict": verdict(line),
         "rows": [
             {k: v for k, v in asdict(row).items() if k != "ids"} | {"hidden_us": row.hidden_us}
-            for row in rows(line)
+            for row in rows(line, reasons(line))
         ],
     }

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fcoll.report.advice import TOP, Advice
 from fcoll.report.buckets import buckets
 from fcoll.report.summary import Moved, Row, gain, moves, rows, tail_us, verdict
+from fcoll.report.why import Why
 from fcoll.scheduling.timeline import Timeline, busy_us
 from fcoll.units import show_bytes, show_us, table
 
 HEAD = (
     *("collective", "axis", "n", "phase", "count", "bytes", "form", "time", "exposed", ""),
-    *("why", "source"),
+    "source",
 )
-ALIGN = "<<><>><>><<<"
+ALIGN = "<<><>><>><<"
 BAR = 10
 
 
@@ -23,9 +24,11 @@ def render(
     other: Timeline | None = None,
     top: int = 20,
     advice: Sequence[Advice] = (),
+    why: Mapping[int, Why] | None = None,
 ) -> str:
     """What would help, the most exposed collectives, then the verdict. ``other`` is the same step
-    afterwards: then what was gained, and what moved, comes first."""
+    afterwards: then what was gained, and what moved, comes first. ``why``, the reasons of the last
+    (fcoll.report.why), adds a column."""
     parts = [*_summary(line)]
     if other is not None:
         before = ["before:", *parts, "", "after:", *_summary(other)]
@@ -34,9 +37,10 @@ def render(
     if advice:
         parts += ["", "what would help, each by itself:"]
         parts += [f"  {i}. {one}" for i, one in enumerate(advice[:TOP], 1)]
-    found = rows(line)
+    found = rows(line, why)
     if found:
-        parts += ["", *table([HEAD, *(_cells(r, found) for r in found[:top])], ALIGN)]
+        cells = [HEAD, *(_cells(r, found) for r in found[:top])]
+        parts += ["", *table(cells, ALIGN)] if why is None else ["", *_with_causes(cells, found)]
     if len(found) > top:
         rest = found[top:]
         exposed = show_us(sum(r.exposed_us for r in rest))
@@ -88,6 +92,13 @@ def _arrow(before: str, after: str) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
+def _with_causes(cells: list[tuple[str, ...]], found: list[Row]) -> list[str]:
+    """The table with why before the source."""
+    causes = ["why", *(row.why for row in found[: len(cells) - 1])]
+    wider = [(*c[:-1], cause, c[-1]) for c, cause in zip(cells, causes, strict=True)]
+    return table(wider, ALIGN + "<")
+
+
 def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
     most = max(r.exposed_us for r in found) or 1.0
     bar = "█" * round(BAR * row.exposed_us / most)
@@ -102,6 +113,5 @@ def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
         show_us(row.us),
         show_us(row.exposed_us),
         bar.ljust(BAR),
-        row.why,
         row.source,
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fcoll.graph.steps import Step
 from fcoll.scheduling.timeline import Span, Timeline
@@ -262,7 +261,7 @@ def _union(masks: dict[str, int], names: Iterable[str]) -> int:
     return found
 
 
-def main_cause(ids: Iterable[int], exposed_us: dict[int, float], why: dict[int, Any]) -> str:
+def main_cause(ids: Iterable[int], exposed_us: Mapping[int, float], why: Mapping[int, Why]) -> str:
     """Of calls that are shown as one: the cause of most of their exposed time."""
     total: dict[str, float] = {}
     for i in ids:

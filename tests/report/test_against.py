@@ -13,9 +13,10 @@ import timelines
 import torch
 from timelines import many
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 import fcoll
+from fcoll.cli import main
 from fcoll.errors import BadProfile
 from fcoll.report import html
 from fcoll.report.against import against, page_data, render
@@ -53,15 +54,20 @@ def calls(mesh):
     return step, (torch.randn(8, 64),)
 
 
-def profiled(rank, build, path):
-    """Three steps of a program, as a user profiles them."""
+def profiled(rank, build, path, marked=False):
+    """Three steps of a program, as a user profiles them; marked by p.step()."""
     step, args = build(None)
     for _ in range(2):  # DDP orders its buckets anew after the first
         step(*args)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as p:
-        for _ in range(STEPS):
+    steps = schedule(wait=1, warmup=1, active=STEPS) if marked else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=steps) as p:
+        for _ in range(STEPS + 2 * marked):
             step(*args)
-    if rank == 0:
+            if marked:
+                p.step()
+            if rank == 0 and p.step_num == STEPS + 2:
+                p.export_chrome_trace(path)
+    if rank == 0 and not marked:
         p.export_chrome_trace(path)
 
 
@@ -71,13 +77,18 @@ def predicted(build):
         return timeline(trace, "cpu-gloo", waits="first use")
 
 
-@pytest.mark.parametrize("build", [ddp, calls], ids=["ddp", "fcoll"])
-def test_a_profile_of_two_gloo_ranks(ranks2, tmp_path, build):
+@pytest.mark.parametrize(
+    ("build", "marked"),
+    [(ddp, False), (calls, False), (ddp, True)],
+    ids=["ddp", "fcoll", "ddp, marked steps"],
+)
+def test_a_profile_of_two_gloo_ranks(ranks2, tmp_path, build, marked):
     path = str(tmp_path / "trace.json.gz")
-    ranks2.run(profiled, build, path)
+    ranks2.run(profiled, build, path, marked)
     line = predicted(build)
     found = against(line, path)
     assert found.same and len(found.steps) == STEPS and found.run.rank == 0
+    assert len(found.run.marks) == (STEPS if marked else 0)
     assert sorted(found.calls) == [c.id for c in line.collectives]
     for i, seen in found.calls.items():
         assert seen.us > 0 and -1e-6 <= seen.exposed_us <= seen.us
@@ -188,6 +199,40 @@ def test_what_one_of_them_lacks_is_told(tmp_path):
     half = nccl("ncclDevKernel_AllReduce_x", 0, 5, **told("allreduce", 1 << 20, range(4), "Half"))
     other = against(many(1), gpu_trace(tmp_path, [half]))
     assert any(n.startswith("other sizes: all_reduce of 4 MiB") for n in other.notes)
+
+
+def test_calls_on_cpus(tmp_path):
+    """An op that calls itself is one call; a backend that tells nothing leaves the calls' times."""
+    facts = {"Input Dims": [[[1024, 1024]]], "Input type": ["TensorList"]}
+    outer = {"ph": "X", "cat": "cpu_op", "name": "c10d::allreduce_", "pid": 1, "tid": 1}
+    outer |= {"ts": 100.0, "dur": 50.0, "args": facts}
+    inner = {**outer, "ts": 110.0, "dur": 30.0}
+    gloo = {**outer, "cat": "user_annotation", "name": "gloo:all_reduce", "tid": 2, "ts": 120.0}
+    gloo |= {"dur": 60.0, "args": {"Input type": ["float"]}}
+    mm = {**outer, "name": "aten::mm", "ts": 150.0, "dur": 10.0, "args": {}}
+    found = against(many(1), gpu_trace(tmp_path, [outer, inner, gloo, mm]))
+    assert found.same and found.run.tool == "PyTorch profiler, CPU"
+    assert vars(found.calls[0]) == {"us": 60, "exposed_us": 50, "bytes": 4 << 20}
+    silent = against(many(1), gpu_trace(tmp_path, [outer, inner, mm]))
+    assert vars(silent.calls[0]) == {"us": 50, "exposed_us": 50, "bytes": None}
+
+
+# -- the command ---
+
+
+def test_the_command(tmp_path, capsys):
+    kernels = [nccl("ncclDevKernel_AllReduce_x", 100 + 40 * i, 30) for i in range(3)]
+    path, page = str(gpu_trace(tmp_path, kernels)), str(tmp_path / "page.html")
+    asked = ["report", "--demo", "tiny", "--mesh", "tp=2", "--against", path, "--html", page, "-q"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert (
+        "against gpu.json · PyTorch profiler, GPU:" in said and "predicted, not in the run" in said
+    )
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["against"]["same"] is False
+    assert main([*asked[:5], "--against", str(tmp_path / "none.json")]) == 2
+    assert "BadProfile" in capsys.readouterr().err
 
 
 # -- Nsight Systems ---

@@ -16,6 +16,7 @@ from timelines import compute, many, run, serial, start, wait
 
 from fcoll.report import html, summary, text
 from fcoll.report.advice import Advice
+from fcoll.report.why import reasons
 
 
 def test_the_page_stands_alone():
@@ -156,6 +157,16 @@ def test_the_page_fits_its_window(opened, width):
     page = opened(html.render(serial(), many(20), advice=some_advice(4)))
     page.set_viewport_size({"width": width, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_what_is_asked_first_is_seen_on_a_phone(opened):
+    page = opened(html.render(many(30)))
+    wide = page.locator("#columns th").all_inner_texts()
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("document.querySelectorAll('#columns th')[1].textContent == 'exposed'")
+    assert sorted(page.locator("#columns th").all_inner_texts()) == sorted(wide)
+    box = page.locator("#columns th", has_text="why").bounding_box()
+    assert box["x"] + box["width"] <= 390
 
 
 def test_the_table_sorts_filters_and_leads_to_the_timeline(opened):
@@ -437,7 +448,7 @@ def test_text_and_csv(opened):
     shown = page.evaluate("window.fcollReport.asText()").splitlines()
     assert shown[0].split()[:4] == ["collective", "axis", "n", "phase"]
     table = list(csv.DictReader(io.StringIO(page.evaluate("window.fcollReport.asCsv()"))))
-    for row, wanted in zip(table, summary.rows(line), strict=True):
+    for row, wanted in zip(table, summary.rows(line, reasons(line)), strict=True):
         assert row["op"] == wanted.op and row["source"] == wanted.source
         assert float(row["exposed_us"]) == pytest.approx(wanted.exposed_us, abs=0.1)
         assert float(row["bytes"]) == wanted.bytes and row["why"] == wanted.why

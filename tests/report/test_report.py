@@ -15,13 +15,19 @@ from timelines import compute, issued, many, run, serial, start, wait
 
 from fcoll.report import perfetto, scaling, summary, svg, text
 from fcoll.report.scale import Point
+from fcoll.report.why import reasons
 from fcoll.scheduling.timeline import timeline
 
 # -- text ---
 
 
 def test_table():
-    check_golden("report.txt", text.render(timelines.overlapped()) + "\n")
+    line = timelines.overlapped()
+    shown = text.render(line, why=reasons(line))
+    check_golden("report.txt", shown + "\n")
+    without = text.render(line)
+    assert "why" in shown and "why" not in without
+    assert len(without.splitlines()) == len(shown.splitlines())
 
 
 def test_table_of_before_and_after():

@@ -108,9 +108,12 @@ def test_every_cause_has_a_program():
 def test_causes(cause):
     make, call = PROGRAMS[cause]
     line = make()
-    assert reasons(line)[call].cause == cause
-    row = next(r for r in summary.rows(line) if call in r.ids)
-    assert cause in {reasons(line)[i].cause for i in row.ids if i in reasons(line)}
+    why = reasons(line)
+    assert why[call].cause == cause
+    row = next(r for r in summary.rows(line, why) if call in r.ids)
+    worst = max((i for i in row.ids if i in why), key=lambda i: line.exposed_us[i])
+    assert row.why == why[worst].cause
+    assert all(r.why == "" for r in summary.rows(line))
 
 
 def test_copies_of_inputs_are_inputs():

@@ -31,7 +31,11 @@ if (DATA.timelines.length > 1)
 for (const name of Object.keys(BY)) $("by").append(el("option", name));
 $("by").onchange = () => { by = $("by").value; unfolded = new Set(); table(); remember(); };
 $("filter").oninput = () => { table(); remember(); };
-window.addEventListener("resize", resize);
+let wasNarrow = window.innerWidth < 700;
+window.addEventListener("resize", () => {
+  resize();
+  if (wasNarrow !== (wasNarrow = window.innerWidth < 700)) table();
+});
 window.addEventListener("hashchange", recall);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColors(); draw(); });
 readColors(); showAdvice(); showGain(); showRun(); recall();

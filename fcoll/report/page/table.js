@@ -11,6 +11,10 @@ const BY = {
 };
 const COLUMNS = [["op", "collective"], ["axis", "axis"], ["n", "n", 1], ["phase", "phase"], ["module", "module"], ["count", "calls", 1],
   ["bytes", "bytes", 1, size], ["us", "time", 1, time], ["exposed_us", "exposed", 1, time], ["bar", ""], ["why", "why"], ["source", "line"]];
+// On a phone what is asked first comes first; the rest is reached by scrolling.
+const FIRST = ["op", "exposed_us", "why", "axis", "phase", "count"];
+const place = ([key]) => (FIRST.includes(key) ? FIRST.indexOf(key) : FIRST.length);
+const columnsNow = () => (window.innerWidth < 700 ? [...COLUMNS].sort((a, b) => place(a) - place(b)) : COLUMNS);
 let by = "line", order = { key: "exposed_us", down: true }, unfolded = new Set();
 
 // One text for many: what they have in common.
@@ -65,7 +69,7 @@ function table() {
 function tableHead() {
   const head = $("columns");
   head.replaceChildren();
-  for (const [key, name, num] of COLUMNS) {
+  for (const [key, name, num] of columnsNow()) {
     const th = el("th", name, num ? "num" : "");
     if (name) {
       th.tabIndex = 0;
@@ -79,7 +83,7 @@ function tableHead() {
 function tableRow(r, most, call) {
   const tr = el("tr", undefined, call ? "call" : "");
   tr.tabIndex = 0; tr.dataset.key = r.key;
-  for (const [key, , num, show] of COLUMNS) tr.append(cell(r, key, num, show, most));
+  for (const [key, , num, show] of columnsNow()) tr.append(cell(r, key, num, show, most));
   if (!call && r.count > 1) tr.firstChild.prepend(fold(r));
   tr.onclick = () => openRow(r, tr);
   tr.onkeydown = (e) => { if (e.key === "Enter" && e.target === tr) openRow(r, tr); };
