@@ -112,6 +112,8 @@ class Lobby:
 
     def present(self) -> dict[int, str]:
         """What the other ranks that are here now have to say; for one that does not come itself."""
+        if not self.store.check([self._key("someone")]):  # one question, however many ranks
+            return {}
         keys = {r: key for r, key in enumerate(self._keys("card")) if r != self.rank}
         there = {r: key for r, key in keys.items() if self.store.check([key])}
         cards = {r: json.loads(self.store.get(key)) for r, key in there.items()}
@@ -123,6 +125,7 @@ class Lobby:
         """Ends when all have seen the same cards."""
         mine = {"by": process_of(os.getpid()), "text": text, "nonce": secrets.token_hex(8)}
         self.store.set(self._keys("card")[self.rank], json.dumps(mine))
+        self.store.set(self._key("someone"), "")
         self._wait(self._not_here)
         return [card["text"] for card in self._cards]
 

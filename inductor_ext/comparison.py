@@ -24,7 +24,7 @@ from fcoll.errors import PlanMismatch
 from fcoll.graph.agreement import Call, Compared, calls_by_group, compare, compared
 from fcoll.graph.issued import collectives_of
 from fcoll.graph.nodes import has_named_group
-from fcoll.groups import Group, by_name
+from fcoll.groups import by_name
 from inductor_ext import watch
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
@@ -54,7 +54,7 @@ class Runs:
     def __init__(self, card: str) -> None:
         self.card = card
         self.count = 0
-        self.groups: list[Group] = []
+        self.groups: list[str] = []  # by name: a loaded graph must not keep a destroyed one alive
         self.begun: list[Compared] = []  # of its groups, once all agreed
 
     def __call__(self) -> None:
@@ -70,7 +70,7 @@ class Runs:
         # One order for all ranks, whatever order they issue in: a circle of waits is none then.
         for group in sorted(groups, key=lambda g: (g.ranks, g.name)):
             compare(group, by_group[group.name], settings)
-        self.groups = [group for group in groups if compared(group)]
+        self.groups = [group.name for group in groups if compared(group)]
         self.begun = [known for group in groups if (known := compared(group))]
         if self.groups:
             watch.start()

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from fcoll.errors import FcollError
 from fcoll.graph.agreement import turn_away
+from fcoll.groups import by_name
 
 log = logging.getLogger("inductor_ext")
 
@@ -76,12 +78,13 @@ def _graph_in(frame: FrameType | None) -> tuple[Any, str] | None:
 
 def _tell(runs: Any, what: str, told: set[str]) -> None:
     by_group, _ = runs.calls()
-    for group in runs.groups:
-        first = by_group[group.name][0][1]
+    for name in runs.groups:
+        first = by_group[name][0][1]
         begins = "a graph that was agreed on before, which begins with"
         try:
+            group = by_name(name)
             said = turn_away(group, f"{begins} {first}" + (f", and is at {what}" if what else ""))
-        except RuntimeError:  # the group or its store is gone: so is the run, soon
+        except (RuntimeError, FcollError):  # the group or its store is gone: so is the run, soon
             continue
         if said and said not in told:
             told.add(said)
