@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -157,6 +157,12 @@ def in_a_trace(t: Tensor) -> bool:
     return isinstance(t, FunctionalTensor)
 
 
+def is_shared(t: Tensor) -> bool:
+    """Is the memory of a tensor seen by other tensors as well?"""
+    # the tensor itself and the storage object that is asked for
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2
+
+
 def unbox_group(group: Any) -> ProcessGroup:
     """The process group that a c10d op got."""
     return ProcessGroup.unbox(group) if isinstance(group, ScriptObject) else group
@@ -213,6 +219,12 @@ def mesh_fibers(mesh: Any) -> Tensor:
 def without_modes() -> AbstractContextManager[Any]:
     """No mode sees what is done inside: numbers of a mesh are real, whatever else is fake."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+def outside_of_modes(t: Tensor) -> AbstractContextManager[Any]:
+    """A plain tensor is read as it is, also where new tensors would be fake."""
+    plain = type(t) is Tensor and torch._C._len_torch_dispatch_stack() > 0
+    return without_modes() if plain else nullcontext()
 
 
 def living_meshes() -> list[Any]:

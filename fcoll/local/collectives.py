@@ -150,13 +150,9 @@ def _check(name: str, shape: Sequence[int], n: int, args: Mapping[str, Any]) -> 
 
 def fresh(result: Result, x: LocalTensor) -> LocalTensor:
     """A new LocalTensor of the result; ranks that made no call have a copy of theirs."""
-    if result.stack is not None and rows.rows_overlap(result.stack):
-        # what all ranks of one group get is expanded: memory of its own for each
-        whole = result.stack.clone(memory_format=torch.contiguous_format)
-        result = Result(result.ranks, stack=whole)
     if result.ranks == x._order and result.stack is not None:
         return stacked(result.stack, x._order)
-    parts = dict(result.items())
+    parts = {r: t.clone() for r, t in result.items()}
     others = {r: t.clone() for r, t in x._local_tensors.items() if r not in parts}
     return apart({r: parts[r] if r in parts else others[r] for r in x._order})
 
@@ -166,8 +162,9 @@ def write(result: Result, out: LocalTensor, only: Sequence[int] | None = None) -
     local(out, "Output")
     whole = only is None and result.ranks == out._order
     if whole and out._stack is not None and result.stack is not None:
-        same = result.stack.shape == out._stack.shape
-        out._stack.copy_(result.stack if same else result.stack.reshape(out._stack.shape))
+        if not out._replace_stack(result.stack):
+            own = out._own_stack()
+            own.copy_(result.stack.reshape(own.shape))
         return
     for r, t in result.items():
         if only is None or r in only:

@@ -40,7 +40,9 @@ def _on_stacks(
     func: Any, args: Any, kwargs: dict[str, Any], seen: Seen, order: Order, how: Kind
 ) -> Any:
     stacks = {id(x): _stack(x, how) for x in seen.locals}
-    if how.way == "vmap":
+    if all(map(rows.rows_overlap, stacks.values())):  # never of a view or a write
+        results = _same_on_all(func, args, kwargs, stacks)
+    elif how.way == "vmap":
         results = _vmapped(func, args, kwargs, stacks, order, how)
     elif how.way == "product":
         given = stacks | {id(t): t.expand(len(order), *t.shape) for t in seen.tensors}
@@ -53,8 +55,11 @@ def _on_stacks(
 
 
 def _stack(x: LocalTensor, how: Kind) -> Tensor:
-    if (how.mutates or how.view) and x._stack is None and not x._owned:
-        raise NotStackable  # its memory is somebody else's, too: write and view there
+    if how.mutates or how.view:
+        if x._stack is not None:
+            return x._own_stack()
+        if not x._owned:
+            raise NotStackable  # its memory is somebody else's, too: write and view there
     stack = x._as_stack(limit=rows.STACK_BYTES)
     if stack is None:
         raise NotStackable
@@ -78,6 +83,14 @@ def _wrapped(
 
 
 # ---- on the stack
+
+
+def _same_on_all(func: Any, args: Any, kwargs: dict[str, Any], stacks: Mapping[int, Tensor]) -> Any:
+    """All ranks have the same values: one call for all of them."""
+    row = lambda v: stacks[id(v)][0] if id(v) in stacks else v  # noqa: E731
+    n = next(iter(stacks.values())).shape[0]
+    expand = lambda v: rows.expanded(v, n) if isinstance(v, Tensor) else v  # noqa: E731
+    return mapped(expand, func(*mapped(row, args), **mapped(row, kwargs)))
 
 
 def _elementwise(
@@ -312,6 +325,8 @@ def _to_out(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kin
                     target._local_tensors[r].copy_(t)
             else:
                 target._take_meta(apart(new, owned=True))
+    if not func._schema.returns:
+        return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
@@ -333,7 +348,7 @@ def each_rank(
 
 
 def _factory(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) -> Any:
-    """A call without tensors: all ranks get the same, in memory of their own."""
+    """A call without tensors: all ranks get the same."""
     if how.random and rng.ranks_states(order).differ:
         return combine(each_rank(func, args, kwargs, order, random=True), owned=True)
     if how.random:
@@ -344,7 +359,7 @@ def _factory(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Ki
 
     def spread(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            return stacked(rows.replicated(value, len(order)), order)
+            return stacked(rows.expanded(value, len(order)), order)
         return combine(dict.fromkeys(order, value)) if isinstance(value, Tensor) else value
 
     return mapped(spread, result)
@@ -424,7 +439,7 @@ def _as_strided(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
     offset = rest[0] if rest else kwargs.get("storage_offset")
     if x._stack is None or offset is None:
         return None
-    stack = x._stack
+    stack = x._own_stack()
     made = stack.as_strided((len(order), *size), (stack.stride(0), *stride), offset)
     return _torch.correct_aliasing(aten.as_strided.default, args, kwargs, stacked(made, order))
 

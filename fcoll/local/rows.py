@@ -58,10 +58,8 @@ def empty_stack(like: Tensor, n: int) -> Tensor:
     """Memory for n rows with the strides of ``like``; contiguous rows if those overlap."""
     shape, strides = like.shape, like.stride()
     if like.is_contiguous() or like.numel() != extent(shape, strides):
-        return torch.empty((n, *shape), dtype=like.dtype, device=like.device)
-    return torch.empty_strided(
-        (n, *shape), (like.numel(), *strides), dtype=like.dtype, device=like.device
-    )
+        return like.new_empty((n, *shape))  # of a fake tensor, a fake one
+    return like.new_empty_strided((n, *shape), (like.numel(), *strides))
 
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -78,7 +76,17 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
 def replicated(t: Tensor, n: int) -> Tensor:
     """A stack of n copies of one tensor: memory of its own for each rank, so that writes to one
     rank do not show on another."""
-    return empty_stack(t, n).copy_(t.unsqueeze(0).expand(n, *t.shape))
+    if torch.is_inference_mode_enabled() and not t.is_inference():
+        with torch.inference_mode(False):  # not of the place where it is first written to
+            return empty_stack(t, n).copy_(t.expand(n, *t.shape))
+    return empty_stack(t, n).copy_(t.expand(n, *t.shape))
+
+
+def expanded(t: Tensor, n: int) -> Tensor:
+    """A stack of n times the same tensor, one row in memory if copies of it would be as dense."""
+    if t.is_contiguous() or t.numel() == extent(t.shape, t.stride()):
+        return t.expand(n, *t.shape)
+    return replicated(t, n)
 
 
 def rows_overlap(stack: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from fcoll.local import _torch, rows
 from fcoll.local.ints import LocalIntNode, local_int
 
 _ATTRIBUTE = "_local_tensor_"
+_REFERENCES = 3  # of a stack that one LocalTensor has: its own, a variable, getrefcount's
 
 
 class LocalTensor(Tensor):
@@ -30,7 +32,8 @@ class LocalTensor(Tensor):
 
     _ranks: frozenset[int]
     _order: tuple[int, ...]  # the ranks, ascending: the order of a stack's rows
-    _stack: Tensor | None  # [W, ...]
+    #: [W, ...]. Rows that are the same on all ranks may be one row, expanded: see ``_own_stack``.
+    _stack: Tensor | None
     _parts: rows.Rows | None  # without a stack: the tensors; with one: its rows, if asked for
     _owned: bool  # has nobody else the tensors in _parts?
     _uneven: tuple[list[Any], list[Any]] | None  # shape and strides where they differ
@@ -62,8 +65,8 @@ class LocalTensor(Tensor):
     def _local_tensors(self) -> rows.Rows:
         """Rank -> its tensor; writes into them are writes into this tensor."""
         if self._parts is None:
-            assert self._stack is not None
-            self._parts = rows.Rows(zip(self._order, rows.unbound(self._stack), strict=True))
+            own = rows.unbound(self._own_stack())
+            self._parts = rows.Rows(zip(self._order, own, strict=True))
             self._parts.owner = weakref.ref(self)
         self._owned = False
         return self._parts
@@ -93,8 +96,35 @@ class LocalTensor(Tensor):
         if self._parts is not None:
             self._parts.owner = weakref.ref(self)
 
+    def _own_stack(self) -> Tensor:
+        """The stack, to write to or to make views of: with memory of its own for each rank.
+
+        A stack of one expanded row has neither views nor rows that were handed out.
+        """
+        assert self._stack is not None
+        if rows.rows_overlap(self._stack):
+            with _torch.outside_of_modes(self._stack):
+                self._stack = rows.replicated(self._stack[0], self._stack.shape[0])
+        return self._stack
+
+    def _replace_stack(self, stack: Tensor) -> bool:
+        """Take new memory with new values in the place of the old; False if others see the old."""
+        old = self._stack
+        assert old is not None
+        if sys.getrefcount(old) > _REFERENCES:  # another LocalTensor has the same stack
+            return False
+        if self._parts is not None or stack.shape != old.shape or stack.dtype != old.dtype:
+            return False
+        if stack.stride()[1:] != old.stride()[1:] or not type(old) is type(stack) is Tensor:
+            return False
+        if not rows.rows_overlap(old) and _torch.is_shared(old):
+            return False
+        self._stack = stack
+        return True
+
     def _as_stack(self, *, limit: int | None = None) -> Tensor | None:
-        """The ranks' tensors as a stack to read from; None if their shapes differ.
+        """The ranks' tensors as a stack to read from, maybe one row, expanded; None if their
+        shapes differ.
 
         If they are not stored as one, it is a copy, and None above ``limit`` bytes a rank.
         """
@@ -219,7 +249,7 @@ class Contiguous(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: LocalTensor, memory_format: torch.memory_format) -> Any:
         if x._stack is not None and x.is_contiguous(memory_format=memory_format):
-            return stacked(x._stack, x._order)
+            return stacked(x._own_stack(), x._order)
         parts = x._local_tensors
         return apart({r: t.contiguous(memory_format=memory_format) for r, t in parts.items()})
 
