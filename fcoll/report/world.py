@@ -19,6 +19,7 @@ from fcoll.report.places import is_whole, place_of, rank_at, varying
 from fcoll.report.symmetry import representatives
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.crowded import run_world
+from fcoll.scheduling.streams import as_streams_run
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram
 from fcoll.tracing.peers import Board
@@ -115,7 +116,8 @@ def timeline(
     for rank in slow:
         if not 0 <= rank < prod(axes.values()):
             raise BadMesh(what=f"slow rank {rank}", hint="Ranks count from 0.")
-    traced = _traced(Board(build, axes, mode, given or {}), progress)
+    in_order = as_streams_run if waits == "first use" else tuple
+    traced = _traced(Board(build, axes, mode, given or {}), in_order, progress)
     progress("running them")
     run_for = _run_for(axes, traced, slow)
     groups = _Groups(axes, run_for)
@@ -159,11 +161,13 @@ class _Traced:
     sizes: dict[str, int]
 
 
-def _traced(board: Board, progress: Callable[[str], None]) -> dict[int, _Traced]:
+def _traced(
+    board: Board, in_order: Callable[..., Any], progress: Callable[[str], None]
+) -> dict[int, _Traced]:
     """All ranks of a few; of many, those at 0 on every axis but those that send messages."""
     axes = dict(board.axes)
     size = prod(axes.values())
-    tracer = Tracer(partial(_trace, board))
+    tracer = Tracer(partial(_trace, board, in_order))
     found: dict[int, _Traced] = {}
     todo = list(range(size)) if size <= EVERY_RANK_UP_TO else sorted({0, size - 1})
     while todo:
@@ -174,9 +178,9 @@ def _traced(board: Board, progress: Callable[[str], None]) -> dict[int, _Traced]
     return found
 
 
-def _trace(board: Board, rank: int) -> _Traced:
+def _trace(board: Board, in_order: Callable[..., Any], rank: int) -> _Traced:
     with board.traced(rank) as made:
-        return _Traced(rank, made.steps, made.collectives, dict(made.sizes))
+        return _Traced(rank, in_order(made.steps), made.collectives, dict(made.sizes))
 
 
 def _differing(axes: dict[str, int], found: Mapping[int, _Traced]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from fcoll.scheduling.buckets import Bucket, made_again
 from fcoll.scheduling.explain import explain
 from fcoll.scheduling.reuse import Reuse, without
 from fcoll.scheduling.splits import Split, split_graph
+from fcoll.scheduling.streams import freed_in_order as freed_in_order
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.scheduling.verify_changes import check_changes
 from fcoll.scheduling.verify_reuse import check_reuse
@@ -177,24 +178,6 @@ def verify_plan(plan: Plan) -> None:
             source = without(plan.source, plan.reuses)
             check_reuse(plan.source, source, plan.reuses, fail)
         check_changes(source, plan.graph_module, plan.splits, plan.buckets, fail)
-
-
-def freed_in_order(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps with what each is now the last to use."""
-    freed = {name for step in steps for name in step.last_use_of}
-    last: dict[str, int] = {}
-    for i, step in enumerate(steps):
-        for name in (step.name, *(step.uses or step.inputs)):
-            if name in freed:
-                last[name] = i
-    frees: dict[int, list[str]] = {}
-    for name, i in last.items():
-        frees.setdefault(i, []).append(name)
-    freed_by = [tuple(frees.get(i, ())) for i in range(len(steps))]
-    return tuple(
-        s if s.last_use_of == names else replace(s, last_use_of=names)
-        for s, names in zip(steps, freed_by, strict=True)
-    )
 
 
 def _diff(one: Plan, other: Plan) -> str:

@@ -10,7 +10,8 @@ One rank is looked at: peers are taken to be as far as it is, so the bubbles of 
 seen.
 
 A trace has a wait right behind each start, where eager gives an AsyncCollectiveTensor that waits at
-its first use. ``waits="first use"`` is that; ``waits="in place"`` takes the order as it stands.
+its first use. ``waits="first use"`` is that, with what eager frameworks run on streams of their own
+where these run it (fcoll/scheduling/streams.py); ``waits="in place"`` takes the order as it stands.
 
 *Exposed* is the time that compute is blocked while a collective runs; *hidden* is the rest of its
 time. If the awaited collective had to queue behind another one, that time is the other's: so no
@@ -32,6 +33,7 @@ from fcoll.costs.model import collective_us, compute_us, form_of, number
 from fcoll.errors import BadOption, MissingSize
 from fcoll.graph.steps import Step, steps_of
 from fcoll.scheduling.contention import Contention, Flow, launches
+from fcoll.scheduling.streams import as_streams_run
 
 WAITS = ("in place", "first use")
 Costs = Mapping[str, float] | Callable[[Step], float | None]
@@ -113,6 +115,8 @@ def timeline(
     if waits not in WAITS:
         raise BadOption(op="timeline", arg="waits", value=waits, known=WAITS)
     steps, collectives, held = _parts(trace, sizes)
+    if waits == "first use":
+        steps = as_streams_run(steps)
     sizes = {**getattr(trace, "sizes", {}), **(sizes or {})}
     machine = Machine.of(machine)
     prices = pricing(collectives, machine, costs, sizes)
