@@ -31,6 +31,7 @@ class Arrivals:
 
     def __init__(self, params: Sequence[Tensor], tell: Tell) -> None:
         self.params = params
+        self._dtypes = [p.dtype for p in params]
         self._tell = tell
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # which live as long as somebody holds them
@@ -84,6 +85,16 @@ class Arrivals:
         self._armed = False
         begun, self._begun = self._begun, False
         return begun
+
+    def changed(self) -> int:
+        """The first parameter whose dtype is not what it was when this was made, or -1."""
+        now = zip(self.params, self._dtypes, strict=True)
+        return next((i for i, (p, dtype) in enumerate(now) if p.dtype is not dtype), -1)
+
+    def give_back(self, bucket: int) -> bool:
+        """Have the gradients of a bucket, which is reduced, its values? Then nothing is left to do;
+        else, as always here, nothing was done."""
+        return False
 
     def mark(self, index: int) -> None:
         """No gradient will come for this parameter."""
@@ -147,8 +158,3 @@ def arrivals_of(params: Sequence[Tensor], tell: Tell) -> Any:
     if plain and not build.load() and build.has_fast_path():
         return build.fast.Arrivals(list(params), tell)
     return Arrivals(params, tell)
-
-
-def given_back(params: list[Tensor], views: list[Tensor], share: bool) -> bool:
-    """Were the parts of a result copied into the gradients, in C++?"""
-    return build.has_fast_path() and build.fast.give_back(params, views, share)

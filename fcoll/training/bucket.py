@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fcoll.errors import BadBuckets, BadGradient
 from fcoll.training import _torch
-from fcoll.training.arrivals import given_back
 
 LARGE = 1 << 14  # elements; from here on one call that copies and scales beats two passes
 
@@ -168,8 +167,6 @@ class DenseBucket:
         """Give each parameter its part of the result; where ``keep``, its gradient stays."""
         own = _torch.same_memory(result, self.buffer)
         views = self.views if own else self.views_of(result)
-        if (own or not share) and not any(keep) and given_back(self.params, views, share):
-            return
         if share and not own:
             _torch.copy_into(self.views, views)
         to, parts = [], []

@@ -55,14 +55,15 @@ class Collectives:
         self.name = _torch.group_name_of(pg)
         self.n, self.rank = pg.size(), pg.rank()
 
-    def sum_(self, x: Tensor) -> Started:
-        """Start to add x up over the group, in place."""
+    def sum_(self, x: Tensor, at_once: bool = False) -> Started:
+        """Start to add x up over the group, in place; ``at_once`` if the wait follows."""
         if x.is_sparse or self.name is None:
             wire = torch.view_as_real(x) if x.is_complex() and not x.is_sparse else x
             return Started(x, work=self.pg.allreduce([wire]))
         on_shared_memory = self._on_shared_memory(x)
         recorded = self._recorded("all_reduce", x) if on_shared_memory else None
-        if on_shared_memory and 0 < x.numel() * x.element_size() <= PUBLISHED:
+        small = 0 < x.numel() * x.element_size() <= PUBLISHED
+        if on_shared_memory and small and not at_once:
             return Started(x, functions.all_reduce(x, "sum", self.name), recorded=recorded)
         return Started(x, start("all_reduce_", x, "sum", self.name), recorded=recorded)
 

@@ -33,7 +33,7 @@ from fcoll.errors import (
     ReductionUnfinished,
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
-from fcoll.source import part, user_line
+from fcoll.source import Site, part, show, user_site
 from fcoll.training import _torch, explain, hooks
 from fcoll.training import bucket as buckets
 from fcoll.training.arrivals import arrivals_of
@@ -95,7 +95,6 @@ class Reducer(Settings):
         open_doors()
         super().__init__()
         self.params = list(params)
-        self._dtypes = [p.dtype for p in self.params]
         self.group = Collectives(process_group)
         self.sparse = [*expect_sparse_gradients] or [False] * len(self.params)
         self.caps = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
@@ -142,7 +141,7 @@ class Reducer(Settings):
         self._reduced += self.arrivals.disarm()
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
-        self._passes: list[str] = []  # the lines of the backward passes of this iteration
+        self._passes: list[Site | None] = []  # the lines of this iteration's backward passes
         self._ended = 0  # of them
 
     # -- buckets ----------------------------------------------------------------------------------
@@ -249,10 +248,12 @@ class Reducer(Settings):
 
     def _check_dtypes(self) -> None:
         """A parameter of another dtype has another node in the graph: nobody would hear of it."""
-        for i, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
-            if param.dtype is not dtype:
-                hint = f"{self.names[i]} changed after the reducer was made: make it anew."
-                self._fail(BadGradient(want=f"{dtype}", got=f"{param.dtype}", hint=hint))
+        index = self.arrivals.changed()
+        if index >= 0:
+            hint = f"{self.names[index]} changed after the reducer was made: make it anew."
+            bucket = next(b for b in self._buckets if index in b.place)
+            got = self.params[index].dtype
+            self._fail(BadGradient(want=f"{bucket.buffer.dtype}", got=f"{got}", hint=hint))
 
     @property
     def _graph_may_change(self) -> bool:
@@ -263,7 +264,8 @@ class Reducer(Settings):
         return self.static_graph and not self._reduced
 
     def _find_unused(self, outputs: Sequence[Tensor]) -> None:
-        before, self._unused = self._unused, not_reached(outputs, self._accumulators)
+        with _torch.shown_in_profiles("torch.distributed.ddp.reducer::search_unused_parameters"):
+            before, self._unused = self._unused, not_reached(outputs, self._accumulators)
         if self.stats.iteration > 1:
             self.graph_is_static &= before == self._unused
         if not self._unused and self.used is not None:
@@ -272,7 +274,7 @@ class Reducer(Settings):
     def _begin_pass(self, index: int) -> None:
         """A backward pass has its first gradient. In the first pass of an iteration, parameters
         that it will not reach count as ready."""
-        self._passes.append(user_line() or "?")
+        self._passes.append(user_site())
         self._unfinished = True
         _torch.at_end_of_backward(self._end_pass)
         if len(self._passes) > 1:
@@ -286,10 +288,15 @@ class Reducer(Settings):
         """No exception has ended it."""
         self._ended += 1
 
+    def _line(self, number: int) -> str:
+        """Of a backward pass."""
+        site = self._passes[number]
+        return show(site) if site else "?"
+
     def _late(self, index: int) -> None:
         """A gradient came after all were reduced, and no forward pass since: it stays here."""
         warnings.warn(
-            explain.late(self.names[index], self._passes[-1] if self._passes else ""), stacklevel=2
+            explain.late(self.names[index], self._line(-1) if self._passes else ""), stacklevel=2
         )
 
     def _scale(self) -> float:
@@ -310,9 +317,9 @@ class Reducer(Settings):
         if self.static_graph:
             text = explain.graph_changed(index, self.names[index], self._triggered[index])
             self._fail(GraphChanged(message=text))
-        first = self._passes[self.arrivals.seen()["ready_in"][index]]
+        first = self._line(self.arrivals.seen()["ready_in"][index])
         marked = index in self._unused
-        text = explain.ready_twice(index, self.names[index], first, self._passes[-1], marked)
+        text = explain.ready_twice(index, self.names[index], first, self._line(-1), marked)
         self._fail(ReadyTwice(message=text))
 
     def _send(self, index: int) -> None:
@@ -326,7 +333,8 @@ class Reducer(Settings):
                 if self.stats.iteration <= 1:
                     bucket.check_strides()
                 if self._hook is None:
-                    bucket.work = self.group.sum_(bucket.buffer)
+                    last = index == len(self._buckets) - 1  # it is waited for at once
+                    bucket.work = self.group.sum_(bucket.buffer, at_once=last)
                 else:
                     bucket.work = self._run_hook(self._grad_bucket(index, bucket))
         except (RuntimeError, FcollError) as error:
@@ -373,7 +381,8 @@ class Reducer(Settings):
             try:
                 with torch.no_grad(), part(self._parts[index]):
                     result = work.wait() if self._hook is None else hooks.result_of(work)
-                    if not self._optimizes:
+                    own = result is bucket.buffer and not any(keep)
+                    if not self._optimizes and not (own and self.arrivals.give_back(index)):
                         bucket.spread(result, self.shares, keep)
             except (RuntimeError, FcollError) as error:
                 self._fail(error, index)
@@ -422,7 +431,7 @@ class Reducer(Settings):
             self.finds_unused,
             self.static_graph,
             len(self._passes),
-            self._passes[self._ended] if self._ended < len(self._passes) else "",
+            self._line(self._ended) if self._ended < len(self._passes) else "",
         )
         error = ReductionUnfinished(message=explain.unfinished(facts))
         error.parameters = tuple(self.names[i] for i in missing)

@@ -28,7 +28,7 @@ def verify_params_across_processes(
     if not params or _torch.is_fake(params[0]):
         return  # no data, so nothing to compare: all ranks are the same program
     names = names or [""] * len(params)
-    mine = [(*_card(p), name) for p, name in zip(params, names, strict=True)]
+    mine = [(*_card(p), name) for p, name in zip(params, names, strict=False)]
     given = _exchange(process_group, (dict(options or {}), mine))
     me = process_group.rank()
     try:

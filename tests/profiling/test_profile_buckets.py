@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def profiled(module: nn.Module) -> fcoll.Profile:
 
 def of_both(rank: int) -> list[str]:
     ours = profiled(fcoll.DataParallel(model(), bucket_cap_mb=0.01))
-    calls = [c for c in ours.calls if c.op == "all_reduce"]
+    calls = [c for c in ours.calls if c.op.startswith("all_reduce")]  # the last one in place
     assert [c.part for c in calls] == ["bucket_0: 1.bias, 1.weight", "bucket_1: 0.bias, 0.weight"]
     assert [c.bytes for c in calls] == [4 * (64 * 64 + 64)] * 2
     assert {c.phase for c in calls} == {"bwd"}
@@ -56,3 +57,23 @@ def of_both(rank: int) -> list[str]:
 
 def test_buckets_are_measured(shared2):
     shared2.run(of_both)
+
+
+def in_torchs_profile(rank: int) -> None:
+    module = fcoll.DataParallel(model(), bucket_cap_mb=0.01, find_unused_parameters=True)
+    plain = fcoll.DataParallel(model())
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        for _ in range(2):
+            plain(torch.ones(2, 64)).sum().backward()
+    names = [e.name for e in found.events() if e.is_async]
+    assert names.count("gloo:all_reduce") == 2 and "gloo:broadcast" in names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        module(torch.ones(2, 64))[:, :0].sum().backward()
+    names = [e.name for e in found.events()]
+    assert sum(name.endswith("search_unused_parameters") for name in names) == 1
+    assert names.count("gloo:all_reduce") >= 2  # buckets; the map of used parameters may be late
+
+
+def test_torchs_profiler_shows_the_buckets(shared2):
+    shared2.run(in_torchs_profile)

@@ -62,6 +62,7 @@ def test_options_that_differ(option, values):
 
 
 def interrupted(rank: int) -> tuple[str, torch.Tensor]:
+    torch.manual_seed(0)
     module = fcoll.DataParallel(Net(), bucket_cap_mb=1e-5)
 
     def refuse(grad):
@@ -80,11 +81,16 @@ def interrupted(rank: int) -> tuple[str, torch.Tensor]:
     return str(raised.value), module.module.first.weight.grad
 
 
-def test_a_backward_pass_that_raised_is_the_cause():
-    (text, first), (_, second) = fcoll.simulate_ranks(interrupted, 2)
+def test_a_backward_pass_that_raised_is_the_cause(shared2):
+    raised_is_the_cause(fcoll.simulate_ranks(interrupted, 2))
+    raised_is_the_cause(shared2.run(interrupted))  # where gradients are counted in C++
+
+
+def raised_is_the_cause(found) -> None:
+    (text, first), (_, second) = found
     line = interrupted.__code__.co_firstlineno
     assert (
-        f"an exception ended the backward pass at tests/training/test_mistakes.py:{line + 8}"
+        f"an exception ended the backward pass at tests/training/test_mistakes.py:{line + 9}"
         in (text)
     )
     assert "reset_state()" in text and "skipped" not in text
@@ -110,12 +116,13 @@ def backward_again(rank: int) -> list[list[str]]:
     return said
 
 
-def test_gradients_after_the_reduction_are_warned_of():
+def test_gradients_after_the_reduction_are_warned_of(shared2):
     # one rank: what catches warnings catches them of all threads
-    ((fine, late),) = fcoll.simulate_ranks(backward_again, 1)
-    assert fine == []
-    (text,) = late
-    assert "second.bias" in text and "not reduced" in text and "no_sync()" in text
+    found = [*fcoll.simulate_ranks(backward_again, 1), *shared2.run(backward_again)]
+    for fine, late in found:
+        assert fine == []
+        (text,) = late
+        assert "second.bias" in text and "not reduced" in text and "no_sync()" in text
 
 
 def test_hooks_that_torchs_module_refuses_or_trips_over():

@@ -77,6 +77,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     auto n = params_.size();
     left_.resize(n), ready_ns_.resize(n), used_.resize(n), copied_.resize(n);
     ready_in_.assign(n, -1);
+    for (const Tensor& p : params_) dtypes_.push_back(p.scalar_type());
   }
   ~Arrivals() { remove(); }
 
@@ -102,6 +103,15 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     armed_ = false;
     return std::exchange(begun_, false);
   }
+
+  // The first parameter whose dtype is not what it was, or -1.
+  int64_t changed() const {
+    for (size_t i = 0; i < params_.size(); i++)
+      if (params_[i].scalar_type() != dtypes_[i]) return int64_t(i);
+    return -1;
+  }
+
+  bool give_back(int64_t bucket);
 
   void mark(int64_t index) {
     left_.at(index) = 0;
@@ -141,6 +151,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   bool copied_in(int64_t index);
 
   std::vector<Tensor> params_;
+  std::vector<at::ScalarType> dtypes_;
   py::function tell_;
   std::vector<std::pair<c10::intrusive_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
   std::recursive_mutex mutex_;  // backward passes in two threads are a mistake, not a crash
@@ -250,20 +261,22 @@ class Recorded {
 
 // -- back -----------------------------------------------------------------------------------------
 
-// Give each parameter its part of the result: a copy, or, shared, the view that it has already.
+// Give each parameter its part of a bucket: a copy, or, shared, the view that it has already.
 // False, and nothing done, if there is a gradient that is not plain.
-bool give_back(const std::vector<Tensor>& params, const std::vector<Tensor>& views, bool share) {
-  if (params.size() != views.size()) return false;
-  for (size_t i = 0; i < params.size(); i++) {
-    const Tensor& grad = params[i].grad();
-    if (!grad.defined()) return false;
-    if (share ? !grad.is_same(views[i]) : !same_layout(grad, views[i])) return false;
+bool Arrivals::give_back(int64_t bucket) {
+  std::vector<size_t> members;
+  for (size_t i = 0; i < params_.size(); i++) {
+    if (bucket_of_[i] != bucket) continue;
+    const Tensor& grad = params_[i].grad();
+    if (!views_[i] || !grad.defined()) return false;
+    if (share_ ? !grad.is_same(*views_[i]) : !same_layout(grad, *views_[i])) return false;
+    members.push_back(i);
   }
-  if (share) return true;
+  if (share_) return true;
   py::gil_scoped_release released;
-  for (size_t i = 0; i < params.size(); i++) {
-    copy(params[i].grad(), views[i], 1.0);
-    params[i].grad().unsafeGetTensorImpl()->bump_version();
+  for (size_t i : members) {
+    copy(params_[i].grad(), *views_[i], 1.0);
+    params_[i].grad().unsafeGetTensorImpl()->bump_version();
   }
   return true;
 }
@@ -278,6 +291,8 @@ void add_to(py::module_ module) {
       .def("into", &Arrivals::into)
       .def("arm", &Arrivals::arm)
       .def("disarm", &Arrivals::disarm)
+      .def("changed", &Arrivals::changed)
+      .def("give_back", &Arrivals::give_back)
       .def("mark", &Arrivals::mark)
       .def("not_copied", &Arrivals::not_copied)
       .def("seen", &Arrivals::seen)
@@ -288,7 +303,6 @@ void add_to(py::module_ module) {
   py::class_<Recorded, std::shared_ptr<Recorded>>(module, "Recorded")
       .def(py::init<std::string, Tensor>())
       .def("end", &Recorded::end);
-  module.def("give_back", &give_back);
 }
 
 }  // namespace fcoll::gradients
