@@ -25,6 +25,7 @@ from fcoll.scheduling.split_choice import Choice, Search, where_room_is, with_sp
 _NEVER = float("inf")
 #: Of the time of repeated collectives that is saved: what fits under a cap is not known before.
 PARTS = (0.25, 1.0, 0.5, 0.75)
+CHOICES = 3  # sets of splits that are made in all layers, each with and without hidden collectives
 #: Orders in which much is under way at once: waits late, and starts early too.
 LATE, EARLY = "waits late", "starts early"
 Packing = tuple[str, float]  # an order, and the size of buckets
@@ -75,8 +76,8 @@ def _found(few: Priced, tool: _Tool, wanted: Wanted, budget: Budget) -> Found:
         if less is not None and less.quick_us < few.quick_us:
             found.reuse, best = True, less
     if wanted.splits:
-        search = Search(few, tool.machine, tool.read, budget)
-        found.choices = search.run()[:2]
+        search = Search(few, tool.machine, tool.read, budget, wanted.sums)
+        found.choices = search.run()[:CHOICES]
         for choice in found.choices[:1]:
             made = search.tried[choice]
             if best is not few and budget.take(few.change.graph_module):
@@ -88,9 +89,7 @@ def _found(few: Priced, tool: _Tool, wanted: Wanted, budget: Budget) -> Found:
     return found
 
 
-def _split_and_reused(
-    base: Priced, tool: _Tool, found: Found, budget: Budget
-) -> Iterator[Priced]:
+def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -> Iterator[Priced]:
     """With splits, then without more and more of the collectives that have run before."""
     module = base.change.graph_module
 
@@ -107,8 +106,9 @@ def _split_and_reused(
             yield from split(less, choice)
     for choice in found.choices[:1]:
         yield from where_room_is(base, choice, tool.machine, tool.read, budget)
-    for choice in found.choices[1:]:
-        yield from split(base, choice)
+    for choice in dict.fromkeys(replace(c, hidden=h) for c in found.choices for h in (False, True)):
+        if choice != found.choices[0]:
+            yield from split(base, choice)
 
 
 @dataclass

@@ -85,12 +85,14 @@ def schedule(
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     allowed = entry.buckets and not isinstance(costs, Mapping)
     budget = ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT
+    sums = splits is True and entry.buckets
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector(), values_kept():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
-        return _schedule(trace, reading, memory_cap, entry, Wanted(buckets, splits, reuse), budget)
+        wanted = Wanted(buckets, splits, reuse, sums)
+        return _schedule(trace, reading, memory_cap, entry, wanted, budget)
 
 
 @contextmanager
@@ -162,7 +164,7 @@ def _schedule(
         change = Change(given.graph_module, (), (), tuple(small), None)  # type: ignore[arg-type]
         plan = _of_change(plan, change, original.original, given.graph_module)
     verify_plan(plan)
-    if program.graph_module is None or not any(wanted):
+    if program.graph_module is None or not any(wanted[:3]):
         return plan
     nodes = len(program.graph_module.graph.nodes)
     if nodes > budget.nodes:

@@ -26,6 +26,7 @@ class Wanted(NamedTuple):
     buckets: bool
     splits: bool
     reuse: bool
+    sums: bool  # in splits, products over rows chunk by chunk: not to the last bit the same
 
 
 @dataclass
@@ -92,10 +93,11 @@ def split_costs(
     splits: Sequence[Split],
     collectives: Sequence[Issued],
     machine: Machine,
+    out_bytes: Mapping[str, int],
 ) -> dict[str, float]:
     """A chunk takes its share of the given time, and its share of the machine's fixed cost of a
     kernel or a collective comes to a whole one again. So chunks never take less in all than what
-    they are of. Copies are priced by the machine's model."""
+    they are of. A sum reads again what it is added to. Copies are priced by the machine's model."""
     latency = {c.start: _latency_us(c, machine) for c in collectives}
     made = dict(costs)
     for split in splits:
@@ -107,6 +109,12 @@ def split_costs(
                 chunk = given / k + latency.get(name, machine.launch_us) * (1 - 1 / k)
             if chunk is not None:
                 made.update((f"{name}_c{j}", chunk) for j in range(k))
+        for name in split.sums:
+            if (given := made.pop(name, None)) is not None:
+                chunk = given / k + machine.launch_us * (1 - 1 / k)
+                made[f"{name}_c0"] = chunk
+                again = out_bytes.get(name, 0) / (1000 * machine.memory_gb_per_s)
+                made.update((f"{name}_c{j}", chunk + again) for j in range(1, k))
     return made
 
 

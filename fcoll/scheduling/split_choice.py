@@ -11,7 +11,7 @@ same graph has the same splits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -24,6 +24,7 @@ from fcoll.scheduling.splits import Infeasible, Split, chained, grown, split_gra
 
 #: (chunks, how much compute around a collective is split, in times of its own).
 OPTIONS = ((2, 1.0), (4, 1.0), (2, 0.0))
+REACHES = (3.0, 10.0)  # tried for the best: where more is in chunks less is put together again
 PAIRS = 4  # the best ones, that are put together
 #: Parts of the peak: a split holds more while it runs, so where the program holds that much already
 #: it may not fit under a cap. There are proposals that leave such places out.
@@ -39,6 +40,7 @@ class Choice:
     chunks: int
     reach: float
     hidden: bool = False
+    sums: bool = False  # products over rows chunk by chunk, too
 
     def starts(self, base: Priced) -> list[str]:
         """The collectives of a graph that are to be split."""
@@ -55,23 +57,31 @@ class Search:
     machine: Machine
     read: Reader
     budget: Budget
+    sums: bool = False
     tried: dict[Choice, Priced] = field(default_factory=dict)
 
     def run(self) -> list[Choice]:
         """The choices that are faster than the graph as it is, the best first."""
         first, exposed = self.base.quick, self.base.exposed_us
-        kind_of = {n.name: kind(n) for n in self.base.change.graph_module.graph.nodes if is_start(n)}
+        kind_of = {
+            n.name: kind(n) for n in self.base.change.graph_module.graph.nodes if is_start(n)
+        }
         everything = frozenset(kind_of[name] for name in exposed)
         for k, reach in OPTIONS:
-            self.time(Choice(everything, k, reach))
+            self.time(Choice(everything, k, reach, sums=self.sums))
         if self.tried:
             self.join(self.pairs(kind_of, everything), first.us)
             if self.time(self.best()) < first.us:
-                for kinds in (self.best().kinds, frozenset(kind_of.values())):
-                    self.time(Choice(kinds, *OPTIONS[0], hidden=True))
-                self.leave_whole(self.best(), _least_exposed_first(kind_of, exposed))
+                self.time(replace(self.best(), hidden=True))
+                kinds = _least_exposed_first(kind_of, exposed)
+                self.leave_whole(self.best(), kinds)
+                every = Choice(frozenset(kinds), *OPTIONS[0], hidden=True, sums=self.sums)
+                self.leave_whole(every, kinds)
+                for reach in REACHES:
+                    self.time(replace(self.best(), reach=reach))
         better = [choice for choice in self.tried if self.time(choice) < first.us]
-        return sorted(better, key=self.time)
+        better.sort(key=lambda choice: (self.time(choice), len(choice.kinds)))
+        return list({self.tried[c].change.splits: c for c in reversed(better)}.values())[::-1]
 
     def pairs(self, kind_of: Mapping[str, str], exposed: frozenset[str]) -> list[Choice]:
         """Two kinds, one behind the other in the splits of everything."""
@@ -81,7 +91,11 @@ class Search:
             frozenset([kind_of[one], kind_of[other]])
             for one, other in chained(nodes, made.change.splits)
         )
-        return [Choice(both, *OPTIONS[0]) for both in dict.fromkeys(found) if both <= exposed]
+        return [
+            Choice(both, *OPTIONS[0], sums=self.sums)
+            for both in dict.fromkeys(found)
+            if both <= exposed
+        ]
 
     def join(self, pairs: Sequence[Choice], us: float) -> None:
         """The best pair, and to it each other one that makes it faster."""
@@ -144,7 +158,9 @@ def with_splits(
     if starts is None:
         starts = choice.starts(base)
     chunks = dict.fromkeys(starts, choice.chunks)
-    found: tuple[Split, ...] = tuple(grown(change.graph_module, chunks, us, choice.reach))
+    found: tuple[Split, ...] = tuple(
+        grown(change.graph_module, chunks, us, choice.reach, choice.sums)
+    )
     if not found:
         return None
     try:
@@ -153,7 +169,8 @@ def with_splits(
         return None
     costs = change.costs
     if costs is not None:
-        costs = split_costs(costs, found, base.collectives, machine)
+        out_bytes = {step.name: step.out_bytes for step in base.job}
+        costs = split_costs(costs, found, base.collectives, machine, out_bytes)
     return read(replace(change, graph_module=graph_module, splits=found, costs=costs))
 
 

@@ -9,7 +9,7 @@ exposed, made, planned like any graph, and kept if the plan is faster (changes.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import prod
@@ -42,7 +42,9 @@ class Split:
 
     ``members`` are in the order of the graph, ``blocks`` say where the rows of the chunks of each
     are (chunks.py), ``collectives`` are those members that start one. Chunk j of a member is the
-    node ``{member}_c{j}``; where it is needed in whole there is ``{member}_whole``.
+    node ``{member}_c{j}``; where it is needed in whole there is ``{member}_whole``. ``sums`` are
+    products of two members over their rows, ``x.t() @ y``, as the gradients of weights are: chunk j
+    is added to those before it, and the last one is the whole.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Split:
     members: tuple[str, ...]
     blocks: tuple[int, ...]
     collectives: tuple[str, ...]
+    sums: tuple[str, ...] = ()
 
 
 class Infeasible(Exception):
@@ -218,9 +221,14 @@ class Growth:
 
 
 def grown(
-    graph_module: GraphModule, chunks: Mapping[str, int], us: Mapping[str, float], reach: float
+    graph_module: GraphModule,
+    chunks: Mapping[str, int],
+    us: Mapping[str, float],
+    reach: float,
+    sums: bool = False,
 ) -> list[Split]:
-    """Splits around collectives, into so many chunks each, whether they pay or not."""
+    """Splits around collectives, into so many chunks each, whether they pay or not; ``sums``: may
+    products over rows be summed chunk by chunk? That rounds once more for each chunk."""
     growth = Growth(graph_module, us, chunks, reach)
     blocks = growth.grow()
     found = []
@@ -230,8 +238,33 @@ def grown(
         if started and any(map(multiplies, members)):
             names = tuple(node.name for node in members)
             where = tuple(blocks[node] for node in members)
-            found.append(Split(f"split_{started[0]}", k, names, where, tuple(started)))
+            added = _sums(members, blocks, k) if sums else ()
+            found.append(Split(f"split_{started[0]}", k, names, where, tuple(started), added))
     return found
+
+
+def _sums(members: Sequence[Node], blocks: Mapping[Node, int], k: int) -> tuple[str, ...]:
+    """Products over rows of two members that are cut in the same places."""
+    inside = set(members)
+    found: dict[str, None] = {}
+    for y in members:
+        for node in y.users:
+            x = summed_over(node)
+            if x is None or x not in inside or node in inside or node.args[1] is not y:
+                continue
+            rows = [chunk_dim(shape_of(v), blocks[v], k) for v in (x, y)]
+            if rows == [0, 0] and blocks[x] == blocks[y]:
+                found[node.name] = None
+    return tuple(found)
+
+
+def summed_over(node: Node) -> Node | None:
+    """x of ``x.t() @ y``."""
+    if node.target is not aten.mm.default or not isinstance(node.args[0], Node):
+        return None
+    left = node.args[0]
+    x = left.args[0] if left.target is aten.t.default else None
+    return x if isinstance(x, Node) and x is not node.args[1] else None
 
 
 def chained(nodes: Iterable[Node], splits: Iterable[Split]) -> Iterator[tuple[str, str]]:
@@ -278,6 +311,12 @@ def split_graph(graph_module: GraphModule, splits: Sequence[Split]) -> GraphModu
     return _Splitting(graph_module, splits).run()
 
 
+def is_left_of_sums(node: Node, sums: Collection[str]) -> bool:
+    """Is it x.t() of such products, and of nothing else?"""
+    turned = node.target is aten.t.default and bool(node.users)
+    return turned and all(u.name in sums and u.args[0] is node for u in node.users)
+
+
 class _Splitting(Rewrite):
     def __init__(self, graph_module: GraphModule, splits: Sequence[Split]) -> None:
         super().__init__(graph_module)
@@ -286,6 +325,7 @@ class _Splitting(Rewrite):
             for split in splits
             for name, blocks in zip(split.members, split.blocks, strict=True)
         }
+        self.sums = {name: split.chunks for split in splits for name in split.sums}
         self.chunks: dict[Node, list[Node]] = {}
         self.cut: dict[Any, list[Node]] = {}  # of nodes that come in
 
@@ -294,7 +334,9 @@ class _Splitting(Rewrite):
             try:
                 if node.name in self.member:
                     self.chunk(node, *self.member[node.name])
-                else:
+                elif node.name in self.sums:
+                    self.add_up(node, self.sums[node.name])
+                elif not is_left_of_sums(node, self.sums):
                     self.copy(node)
             except RuntimeError as error:  # torch says that it is no view
                 raise Infeasible(f"{node.name}: {error}") from error
@@ -321,6 +363,21 @@ class _Splitting(Rewrite):
         val = self.chunks[node][0].meta["val"]
         if hasattr(val, "shape") and tuple(val.shape) != shape:
             raise Infeasible(f"a chunk of {node.name} has the shape {tuple(val.shape)}")
+
+    def add_up(self, node: Node, k: int) -> None:
+        """x.t() @ y, chunk by chunk."""
+        left, y = node.args
+        made: Node | None = None
+        for j in range(k):
+            x = self.chunks[left.args[0]][j]  # type: ignore[union-attr, index]
+            turned = self.call(f"{node.name}_t{j}", aten.t.default, x, like=left)  # type: ignore[arg-type]
+            both = (turned, self.chunks[y][j])  # type: ignore[index]
+            op, args = (
+                (aten.mm.default, both) if made is None else (aten.addmm.default, (made, *both))
+            )
+            made = self.call(f"{node.name}_c{j}", op, *args, like=node)
+        assert made is not None
+        self.made[node] = made
 
     def part(self, node: Node, blocks: int, k: int, j: int) -> Node:
         """Chunk j of an input, or all of it."""

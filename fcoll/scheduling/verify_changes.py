@@ -62,10 +62,20 @@ class _Reading:
             for name, blocks in zip(split.members, split.blocks, strict=True)
             for j in range(split.chunks)
         }
+        self.sums = {name: split for split in splits for name in split.sums}
+        self.whole = {f"{name}_c{split.chunks - 1}": name for name, split in self.sums.items()}
         self.parts: dict[Node, Part | None] = {}
 
     def check(self) -> None:
         gone = {part.of for part in self.chunks.values()}
+        for name in self.sums:
+            gone.add(name)
+            _check_sum(self, name)
+        gone.update(
+            name
+            for name, node in self.source.items()
+            if node.users and all(user.name in self.sums for user in node.users)
+        )
         for bucket in self.buckets:
             gone.update((*bucket.members, *bucket.waits))
             _check_bucket(self, bucket)
@@ -89,6 +99,8 @@ class _Reading:
     def read(self, node: Node) -> Part | None:
         if node.name in self.chunks:
             return self.chunks[node.name]
+        if node.name in self.whole:
+            return Part(self.whole[node.name])
         if node.name in self.source:
             return Part(node.name)
         if node.target in (aten.view.default, aten.clone.default):
@@ -153,6 +165,38 @@ def _inputs(node: Node) -> list[Node]:
 
 def _literals(node: Node) -> str:
     return repr(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
+
+
+# -- sums ---
+
+
+def _check_sum(read: _Reading, name: str) -> None:
+    """x.t() @ y is the sum over all chunks of x_j.t() @ y_j, each once, cut in the same places."""
+    node, k, before = read.source.get(name), read.sums[name].chunks, None
+    if node is None or node.target is not aten.mm.default:
+        read.fail(f"{name} is no product")
+    left, y = _inputs(node)
+    if left.target is not aten.t.default:
+        read.fail(f"{name} is no product over rows")
+    x, cuts = left.args[0], set()
+    for j in range(k):
+        now = read.nodes.get(f"{name}_c{j}")
+        want = aten.addmm.default if j else aten.mm.default
+        if now is None or now.target is not want or now.kwargs or len(now.args) != 2 + (j > 0):
+            read.fail(f"chunk {j} of {name} is missing, or another call")
+        turned, right = now.args[-2:]
+        if (j and now.args[0] is not before) or turned.target is not aten.t.default:  # type: ignore[union-attr]
+            read.fail(f"{name}_c{j} is not added to the chunks before it")
+        for whole, chunk in ((x, turned.args[0]), (y, right)):  # type: ignore[union-attr]
+            part = read.part(chunk)  # type: ignore[arg-type]
+            if part is None or part[:3] != (whole.name, k, j):  # type: ignore[union-attr]
+                read.fail(f"{name}_c{j} does not take chunk {j} of {whole.name}")  # type: ignore[union-attr]
+            if _cut(_shape(whole), _shape(chunk), k) != 0:  # type: ignore[arg-type]
+                read.fail(f"{name}_c{j}: {chunk.name} is not cut in its rows")  # type: ignore[union-attr]
+            cuts.add(part.blocks)
+        before = now
+    if len(cuts) != 1:
+        read.fail(f"{name}: its inputs are cut in different places")
 
 
 # -- buckets ---
