@@ -9,7 +9,7 @@ VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 # Workers take whole files, those that take longest first: tests/conftest.py orders them.
-XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+XDIST ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help

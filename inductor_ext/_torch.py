@@ -20,7 +20,6 @@ from torch._inductor import custom_graph_pass as _custom_graph_pass
 from torch._inductor import ir as _ir
 from torch._inductor import lowering as _lowering  # type: ignore[attr-defined]
 from torch._inductor import virtualized as _virtualized
-from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import wrapper as _wrapper
 
 from fcoll.graph._torch import op_only_allocates
@@ -224,6 +223,9 @@ def torchs_collectives() -> list[Any]:
     """torch's own functional collectives that Inductor has a lowering of."""
     ops = [op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload)]
     return [op for op in ops if op.namespace == "_c10d_functional"]
+
+
+PyCodeCache = private("torch._inductor.codecache", "PyCodeCache")
 
 
 def loaded_graphs() -> list[Path]:

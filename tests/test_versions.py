@@ -79,8 +79,6 @@ def test_without_any_of_the_names_everything_imports():
         IMPORT_ALL
         + """
 import fcoll  # without torch, so that nothing else is imported yet
-from test_layout import PACKAGES, files, names_in
-
 from fcoll import imports
 
 def gone(module, name="", instead=None):

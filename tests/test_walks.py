@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "fcoll" / "transport" / "native"
 WORDS = {"_torch", "errors", "groups", "reductions", "source", "units", "plugins", "__init__"}
 WORDS |= {"nodes", "numbers"}  # of graphs, and arithmetic on sizes
+WORDS |= {"imports"}  # what _torch files import by
 
 # What an eager all-reduce and a compiled one pass through, from the extension on.
 EAGER_CPP = {

@@ -72,30 +72,56 @@ def test_without_a_compiler_process_groups_serve(tmp_path):
 HUGE = 2**31 + 4098  # bytes: more than an int counts
 
 
+ROW = torch.arange(251, dtype=torch.uint8)  # no power of two: an offset that wrapped around shows
+
+
+def numbers(n, add):
+    """(i modulo 251) + add for n numbers i, in one pass over the memory, as holds takes one."""
+    x = torch.empty(n, dtype=torch.uint8)
+    whole = n // 251 * 251
+    x[:whole].view(-1, 251).copy_(ROW + add)
+    x[whole:] = (ROW + add)[: n - whole]
+    return x
+
+
+def holds(x, start, add):
+    """Are these the numbers from start on?"""
+    row = ROW.roll(-start) + add
+    whole = x.numel() // 251 * 251
+    rows = x[:whole].view(-1, 251)
+    return torch.equal(rows, row.expand_as(rows)) and torch.equal(
+        x[whole:], row[: x.numel() - whole]
+    )
+
+
+def test_numbers_that_differ_are_seen():
+    x = numbers(1000, 3)
+    assert (
+        holds(x, 0, 3)
+        and holds(x[300:], 300, 3)
+        and x.tolist() == [i % 251 + 3 for i in range(1000)]
+    )
+    assert not holds(x, 0, 4) and not holds(x[300:], 301, 3)
+    for wrong in (0, 500, 999):
+        x[wrong] += 1
+        assert not holds(x, 0, 3)
+        x[wrong] -= 1
+
+
 def huge_results(rank):
-    """Which collectives of more than 2 GiB are wrong. Rank r has (i + r) at i, modulo 251: no power
-    of two, so that an offset that wrapped around shows."""
-    x = torch.arange(251, dtype=torch.uint8).repeat(HUGE // 251 + 1)[:HUGE] + rank
-    half, other = HUGE // 2, 1 - rank
+    """Which collectives of more than 2 GiB are wrong. Rank r has numbers(HUGE, r)."""
+    x, half, other = numbers(HUGE, rank), HUGE // 2, 1 - rank
     sent = [HUGE if r == other else 0 for r in range(2)]
-    wrong = []
-
-    def expect(name, got, want):
-        if not torch.equal(fcoll.wait_tensor(got), want):
-            wrong.append(name)
-
-    got = fcoll.all_to_all_single(x, None, sent, sent)  # one part of more than 2 GiB
-    x += other - rank
-    expect("all_to_all_single", got, x)
-    x -= other - rank
+    right = {}
+    got = fcoll.wait_tensor(fcoll.all_to_all_single(x, None, sent, sent))  # one part of > 2 GiB
+    right["all_to_all_single"] = holds(got, 0, other)
     del got
-    gathered = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x[:half]))
-    for r in range(2):
-        expect("all_gather_into_tensor", gathered[r * half :][:half], x[:half] + r - rank)
-    del gathered
-    scattered = fcoll.reduce_scatter_tensor(x, "max")
-    expect("reduce_scatter_tensor", scattered, x[rank * half :][:half] + other)
-    return wrong
+    got = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x[:half]))
+    right["all_gather_into_tensor"] = all(holds(got[r * half :][:half], 0, r) for r in range(2))
+    del got
+    got = fcoll.wait_tensor(fcoll.reduce_scatter_tensor(x, "max"))
+    right["reduce_scatter_tensor"] = got.numel() == half and holds(got, rank * half, 1)
+    return [name for name, is_right in right.items() if not is_right]
 
 
 def available_bytes():
