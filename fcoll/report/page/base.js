@@ -7,6 +7,11 @@ const el = (tag, text, cls) => {
   if (cls) e.className = cls;
   return e;
 };
+const codeOf = (text) => {  // of a module or a file: broken between its parts only
+  const e = el("code");
+  for (const part of text.split(/(?<=[./_:])/)) e.append(part, el("wbr"));
+  return e;
+};
 const three = (v) => (Math.abs(v) >= 99.95 ? v.toFixed(0) : Math.abs(v) >= 9.995 ? v.toFixed(1) : v.toFixed(2));
 const time = (us) => (Math.abs(us) >= 1e6 ? three(us / 1e6) + " s" : Math.abs(us) >= 1e3 ? three(us / 1e3) + " ms" : three(us) + " µs");
 const size = (b) => {

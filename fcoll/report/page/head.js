@@ -50,7 +50,7 @@ function adviceList(items) {
 }
 function toLine(source) { setFilter(source); $("calls").scrollIntoView({ block: "nearest" }); }
 const pair = (show, [a, b]) => (show(a) === show(b) ? show(a) : show(a) + " → " + show(b));
-function lineCell(source) { const td = el("td"); td.append(el("code", source)); return td; }
+function lineCell(source) { const td = el("td", undefined, "source"); td.append(codeOf(source)); return td; }
 
 function showGain() {
   if (!DATA.gain) return;

@@ -97,7 +97,8 @@ function cell(r, key, num, show, most) {
     bar.style.width = (100 * r.us) / most + "%"; part.style.width = (r.us ? (100 * r.exposed_us) / r.us : 0) + "%";
     bar.append(part); td.append(bar);
   } else if (key === "why") { if (r.why) { td.append(el("span", r.why, "cause")); td.title = DATA.causes[r.why]; } }
-  else if (key === "source" || key === "op" || key === "module") td.append(el("code", r[key]));
+  else if (key === "source" || key === "module") td.append(codeOf(r[key]));
+  else if (key === "op") td.append(el("code", r[key]));
   else td.textContent = show ? show(r[key]) : r[key];
   return td;
 }
