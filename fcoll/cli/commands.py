@@ -74,14 +74,15 @@ def _report(args: argparse.Namespace) -> int:
         _write(args.svg, lambda: svg.render(first, second))
         if args.png:
             svg.save_png(args.png, first, second)
-    found = summary.as_dict(line)
+    causes = why.reasons(line)
+    found = summary.as_dict(line, causes)
     if second is not None:
         found["before"] = summary.as_dict(first)
         found["moved"] = list(map(asdict, summary.moves(first, second)))
     found["advice"] = list(map(asdict, told))
     if notes := _notes(args, traced):
         found["notes"] = notes
-    shown = [text.render(first, second, top=args.top, advice=told, why=why.reasons(line))]
+    shown = [text.render(first, second, top=args.top, advice=told, why=causes)]
     if real is not None:
         found["against"] = real.as_dict()
         shown.append(against.render(real, args.top))

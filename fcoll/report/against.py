@@ -280,6 +280,8 @@ def _notes(
     if sizes:
         differ = (f"{_call(line.issued[i])} ran with {show_bytes(calls[i].bytes)}" for i in sizes)
         yield f"other sizes: {_listed(differ)}"
+    if any(o.name.startswith("fcoll::") for step in steps for o in step):
+        yield "shared memory: what was measured are the calls, without their waits"
     if all(o.bytes is None for step in steps for o in step):
         yield "the file tells no sizes: calls were matched by kind and order alone"
     if steps and (end := _step_us(run, steps)):

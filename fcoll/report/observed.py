@@ -2,7 +2,8 @@
 
 - PyTorch's profiler (Kineto): the JSON that ``export_chrome_trace`` writes, also as .gz. On GPUs
   the NCCL kernels, with what torch adds to them (collective, sizes, group); on CPUs the c10d calls
-  and when the backend's threads ran them.
+  and when the backend's threads ran them. On fcoll's shared memory the calls alone: what their
+  waits take is not in the file, nor the size of a gather.
 - Nsight Systems: ``nsys export --type sqlite``. NCCL kernels by name: their sizes and groups are
   not in the file.
 
@@ -130,7 +131,7 @@ def _kineto(path: str, events: Sequence[dict[str, Any]], rank: int | None) -> Ru
         ops = (e for e in events if e["name"].startswith("aten::") and e["tid"] not in threads)
         compute = _ends(ops)
     if not found:
-        why = "it has no collectives: no NCCL kernels, no c10d calls"
+        why = "it has no collectives: no NCCL kernels, no calls of c10d or fcoll"
         raise BadProfile(path=path, why=why)
     marks = [e for e in events if STEP.fullmatch(e["name"])]
     on_gpu = [e for e in marks if "gpu" in str(e.get("cat"))]
@@ -180,17 +181,20 @@ def _ranks(told: Any) -> tuple[int, ...]:
 def _calls(events: Sequence[dict[str, Any]]) -> list[Observed]:
     """The calls of c10d in order, each with the time in which its backend ran it."""
     calls = _outermost(e for e in events if e["name"].startswith("c10d::") and kind_of(e["name"]))
+    if not calls:  # on shared memory there is no c10d
+        own = (e for e in events if e["name"].startswith("fcoll::") and kind_of(e["name"]))
+        return [replace(_call(e, e), name=e["name"]) for e in _outermost(own)]
     runs = [e for e in events if e["name"].startswith(BACKENDS)]
     if len(runs) != len(calls):  # not every backend tells; then the calls' own times
         runs = []
-    found = []
-    for i, call in enumerate(calls):
-        run = runs[i] if runs else call
-        nbytes = _input_bytes(call, run)
-        end = run["ts"] + run["dur"]
-        name = f"{call['name']} {run['name'] if runs else ''}".strip()
-        found.append(Observed(kind_of(call["name"]), run["ts"], end, name, nbytes))
-    return found
+    return [_call(call, runs[i] if runs else call) for i, call in enumerate(calls)]
+
+
+def _call(call: Mapping[str, Any], run: Mapping[str, Any]) -> Observed:
+    kind, end = kind_of(call["name"]), run["ts"] + run["dur"]
+    part = kind == "all_gather" and call["name"].startswith("fcoll::")  # only the input is told
+    nbytes = None if part else _input_bytes(call, run)
+    return Observed(kind, run["ts"], end, f"{call['name']} {run['name']}", nbytes)
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

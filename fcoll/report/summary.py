@@ -155,7 +155,7 @@ def by_source(found: Iterable[Row]) -> list[tuple[str, float]]:
     return sorted(total.items(), key=lambda x: -x[1])
 
 
-def as_dict(line: Timeline) -> dict[str, Any]:
+def as_dict(line: Timeline, why: Mapping[int, Why] | None = None) -> dict[str, Any]:
     """The report for programs: what ``fcoll report --json`` prints."""
     return {
         "machine": line.machine.name,
@@ -171,6 +171,6 @@ def as_dict(line: Timeline) -> dict[str, Any]:
         "verdict": verdict(line),
         "rows": [
             {k: v for k, v in asdict(row).items() if k != "ids"} | {"hidden_us": row.hidden_us}
-            for row in rows(line, reasons(line))
+            for row in rows(line, reasons(line) if why is None else why)
         ],
     }

@@ -217,6 +217,19 @@ def test_calls_on_cpus(tmp_path):
     assert vars(silent.calls[0]) == {"us": 50, "exposed_us": 50, "bytes": None}
 
 
+def test_calls_on_shared_memory(tmp_path):
+    facts = {"Input Dims": [[1024, 1024], [], []], "Input type": ["float", "", ""]}
+    outer = {"ph": "X", "cat": "cpu_op", "name": "fcoll::all_reduce", "pid": 1, "tid": 1}
+    outer |= {"ts": 100.0, "dur": 50.0, "args": facts}
+    inner = {**outer, "ts": 110.0, "dur": 30.0}
+    waits = {**outer, "name": "fcoll::wait_tensor", "ts": 200.0}
+    found = against(many(1), gpu_trace(tmp_path, [outer, inner, waits]))
+    assert vars(found.calls[0]) == {"us": 50, "exposed_us": 50, "bytes": 4 << 20}
+    assert found.same and any("without their waits" in note for note in found.notes)
+    gather = {**outer, "name": "fcoll::all_gather_into_tensor"}
+    assert read(gpu_trace(tmp_path, [gather])).collectives[0].bytes is None
+
+
 # -- the command ---
 
 
