@@ -348,8 +348,8 @@ class NoValues(FcollError, RuntimeError):
 
 class RanksTimeout(FcollError, RuntimeError):
     template = (
-        "the simulated ranks did not end in {seconds} s: {ranks} was running{at}. Pass a larger "
-        "timeout=, or look for a loop or a lock that the rank is in; its thread may go on."
+        "the simulated ranks did not end in {seconds} s{at}: {ranks} was running{there}. Pass a "
+        "larger timeout=, or look for a loop or a lock that the rank is in; its thread may go on."
     )
 
 

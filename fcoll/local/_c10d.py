@@ -257,7 +257,18 @@ def send(tensors: Any, group: Any, dst: int, tag: int) -> Any:
 
 
 def recv_(tensors: Any, group: Any, src: int, tag: int) -> Any:
-    x = local(_only(tensors))
+    receive = receiving(_only(tensors), group, src, tag)
+
+    def wait(timeout: timedelta) -> bool:
+        receive()
+        return True
+
+    return _torch.boxed(_torch.PythonCallbackWork(wait))
+
+
+def receiving(tensor: Any, group: Any, src: int, tag: int) -> Callable[[], None]:
+    """What waits for a message (from anybody, if ``src`` is -1) and writes it to the tensor."""
+    x = local(tensor)
     here = int(x.__src_rank__)
     source = src if src == -1 else _peer(group, here, src)
 
@@ -266,11 +277,7 @@ def recv_(tensors: Any, group: Any, src: int, tag: int) -> Any:
             raise AssertionError("Expected to receive a Tensor")
         x._local_tensors[here].copy_(obj)
 
-    def wait(timeout: timedelta) -> bool:
-        runner.LocalRunnerMode.current()._wait_recv(source, here, store, tag)
-        return True
-
-    return _torch.boxed(_torch.PythonCallbackWork(wait))
+    return lambda: runner.LocalRunnerMode.current()._wait_recv(source, here, store, tag)
 
 
 def recv_any_source_(tensors: Any, group: Any, tag: int) -> Any:

@@ -227,6 +227,30 @@ def outside_of_modes(t: Tensor) -> AbstractContextManager[Any]:
     return without_modes() if plain else nullcontext()
 
 
+class below_the_mode:
+    """In it, the one mode that is active and autograd do not see what is done to plain tensors."""
+
+    def __enter__(self) -> None:
+        self.mode, self.autograd = torch._C._pop_torch_dispatch_stack(None), below_autograd()
+        self.autograd.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.autograd.__exit__(*error)
+        torch._C._push_on_torch_dispatch_stack(self.mode)
+
+
+def one_mode() -> bool:
+    """Is there one mode that sees ops, and nobody else?"""
+    return (
+        torch._C._len_torch_dispatch_stack() == 1 and not torch._C._is_torch_function_mode_enabled()
+    )
+
+
+def is_coalescing(group: ProcessGroup) -> bool:
+    """Is the call one of several that a coalescing manager starts together?"""
+    return group in dist.distributed_c10d._world.pg_coalesce_state
+
+
 def living_meshes() -> list[Any]:
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fcoll.local import _torch, collectives
+from fcoll.local import _c10d, _torch, collectives
 from fcoll.local.tensor import LocalTensor
 
+# tensors -> what waits for the messages to them
+_receiving: WeakIdKeyDictionary = WeakIdKeyDictionary()
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
@@ -90,7 +93,32 @@ def permuted(input: Tensor, dst: Sequence[int], group: Any) -> Tensor:
     return _new("permute", input, group, dst=list(dst))
 
 
+def isend(tensor: Tensor, dst: int, tag: int, group_name: Any) -> Tensor:
+    _c10d.send([tensor], _torch.resolve_group(group_name), dst, tag)
+    return tensor
+
+
+def irecv(tensor: Tensor, src: int, tag: int, group_name: Any) -> Tensor:
+    group = _torch.resolve_group(group_name)
+    _receiving.setdefault(tensor, []).append(_c10d.receiving(tensor, group, src, tag))
+    return tensor
+
+
+def batch_p2p_ops(
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Tensor],
+    group_name: Any,
+) -> list[Tensor]:
+    calls = {"isend": isend, "irecv": irecv}
+    each = zip(op_list, tensors, peer_list, tag_list, strict=True)
+    return [calls[op](x, peer, tag, group_name) for op, x, peer, tag in each]
+
+
 def wait_tensor(tensor: Tensor) -> Tensor:
+    for receive in _receiving.pop(tensor, ()):
+        receive()
     return tensor
 
 
@@ -116,6 +144,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "shard_dim_alltoall": shard_dim_alltoall,
     "broadcast": broadcast,
     "broadcast_": broadcast_,
+    "isend": isend,
+    "irecv": irecv,
+    "batch_p2p_ops": batch_p2p_ops,
     "wait_tensor": wait_tensor,
     "wait_tensors": _each(wait_tensor),  # from torch 2.15 on
     "_wrap_tensor_autograd": wait_tensor,

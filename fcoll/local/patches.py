@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fcoll import groups as fcoll_groups
-from fcoll.local import _torch, groups, modes, reduce, rng
+from fcoll.local import _torch, direct, groups, modes, reduce, rng
 from fcoll.local.ints import local_int
 from fcoll.local.mesh import _LocalDeviceMesh
 
@@ -24,7 +24,7 @@ _torchs_module = sys.modules.get(_TORCHS)
 
 
 _REDUCING = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
     "reduce_scatter_single", "_reduce_scatter_base",
 )  # fmt: skip
 
@@ -62,6 +62,8 @@ def _new_names() -> list[tuple[Any, str, Any]]:
         found += [(at[place], "initial_seed", rng.initial_seed)]
     for name, new in (("get_rank", get_rank), ("gather", gather), ("scatter", scatter)):
         found.append((at["dist"], name, new))
+    for new in (direct.all_reduce, direct.broadcast):
+        found.append((at["dist"], new.__name__, new))
     for name in _REDUCING:
         if hasattr(dist, name):
             found.append((at["dist"], name, reduce.noting_factor))
@@ -190,4 +192,6 @@ def all_submeshes(old: Any, mesh: Any, dim: str) -> Any:
         return old(mesh, dim)
 
 
-_TAKE_OLD = {reduce.noting_factor, permute_tensor, all_submeshes}
+_TAKE_OLD = {
+    reduce.noting_factor, permute_tensor, all_submeshes, direct.all_reduce, direct.broadcast,
+}  # fmt: skip

@@ -26,6 +26,14 @@ def noting_factor(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _noted.factor = before
 
 
+def plain_name(reduce_op: Any) -> str | None:
+    """The name of an enum, but premul_sum; None of anything else."""
+    if not isinstance(reduce_op, dist.ReduceOp.RedOpType):
+        return None
+    name = _NAMES.get(reduce_op)
+    return None if name == "premul_sum" else name
+
+
 def name_of(reduce_op: Any) -> str:
     """A reduce op's name: of an enum, of what a c10d op gets, or itself."""
     if isinstance(reduce_op, str):

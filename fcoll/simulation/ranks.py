@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from fcoll.simulation.reports import never_waited_for
 from fcoll.simulation.schedules import Choices, Schedule
 from fcoll.simulation.session import RankKilled, Session
 from fcoll.simulation.settings import Settings
+from fcoll.source import is_library, show
 
+CALL_S = 0.1  # for a rank to make its next call, in which it ends
 GRACE_S = 2.0  # for ranks to unwind after a timeout or an interrupt
 
 
@@ -106,10 +109,10 @@ def _run(
     rank: Rank, fn: Callable[[int], Any], results: list[Any], backend: str, num_threads: int
 ) -> None:
     """The life of a rank's thread."""
-    rank.lock.acquire()
     session, baton = rank.session, rank.baton
     become(rank)
     try:
+        rank.lock.acquire()  # in here: an interrupt may arrive as soon as it has the baton
         rank.settings.restore()
         torch.set_num_threads(num_threads)
         with torch.autograd.set_multithreading_enabled(False):
@@ -141,18 +144,31 @@ def _wait(session: Session, timeout: float | None) -> None:
         if not baton.all_ended.wait(timeout):
             running = baton.running
             who = "no rank" if running is None else f"rank {running.number}"
+            there = "" if running is None else _line_in(running)
             session.failed = None
-            session.failure = RanksTimeout(seconds=f"{timeout:g}", ranks=who)
+            session.failure = RanksTimeout(seconds=f"{timeout:g}", ranks=who, there=there)
             _interrupt(session)
     except BaseException:  # Ctrl-C
         _interrupt(session)
         raise
 
 
+def _line_in(rank: Rank) -> str:
+    """The user's line that the thread of a rank is in."""
+    ident = rank.thread.ident if rank.thread is not None else None
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f", at {show((frame.f_code.co_filename, frame.f_lineno))}"
+
+
 def _interrupt(session: Session) -> None:
-    """End the ranks from outside: the one that runs at its next line of Python, then the others."""
+    """End the ranks from outside: those that wait or make a call by themselves; one that computes
+    at its next line of Python, then the others."""
     baton = session.baton
     baton.stopping = True
+    if baton.all_ended.wait(CALL_S):
+        return
     running = baton.running
     if running is not None and running.thread is not None and running.thread.ident:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import signal
+import threading
 import warnings
 from datetime import timedelta
 
@@ -15,7 +18,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
-from fcoll.errors import CollectiveMismatch, CollectiveTimeout, Deadlock, RankFailed
+from fcoll.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    Deadlock,
+    RankFailed,
+    RanksTimeout,
+)
 
 X = (4,)
 
@@ -323,3 +332,37 @@ def test_ranks_that_swallow_the_end_are_ended_at_their_next_call():
     with pytest.raises(RankFailed, match="rank 2: ValueError: no, at tests"):
         fcoll.simulate_ranks(fn, 3)
     assert calls == [(0, "RankStopped")] * 3 + [(1, "RankStopped")] * 3
+
+
+def test_a_timeout_says_where_the_rank_is():
+
+    def program(rank):
+        count = 0
+        while rank == 1:
+            count += 1
+        dist.barrier()
+
+    _, first = inspect.getsourcelines(program)
+    lines = f"({first + 2}|{first + 3})"
+    with pytest.raises(RanksTimeout, match=rf"rank 1 was running, at .*py:{lines}\."):
+        fcoll.simulate_ranks(program, 2, timeout=0.2)
+
+
+def test_an_interrupt_ends_ranks_that_pass_the_baton_on(capfd):
+    """Whoever has it when the interrupt arrives; none prints a traceback or is left."""
+
+    def program(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            dist.barrier()
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            fcoll.simulate_ranks(program, 4)
+        left = [t for t in threading.enumerate() if t.name.startswith("rank ")]
+        for thread in left:  # they end by themselves, once they have passed the baton on
+            thread.join(5)
+        assert not any(thread.is_alive() for thread in left)
+    assert "Traceback" not in capfd.readouterr().err
+    assert fcoll.simulate_ranks(lambda rank: dist.get_rank(), 2) == [0, 1]
