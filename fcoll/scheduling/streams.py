@@ -1,10 +1,11 @@
 """The order in which an eager framework's own streams run its steps.
 
-The host of an eager program is ahead of the GPU. FSDP2 copies parameters and gathers them on streams
-of its own, which wait for the copy out of the gather before, not for compute: while a layer computes,
-the next one is gathered, though the program asks for it only when that layer begins. So, of a trace,
-each of its gathers in the forward pass belongs right behind the copy out of the one before. (In the
-backward pass it asks for the next one there itself. Its copies stay on the compute stream.)
+The host of an eager program is ahead of the GPU. FSDP2 copies parameters and gathers them on
+streams of its own, which wait for the copy out of the gather before, not for compute: while a layer
+computes, the next one is gathered, though the program asks for it only when that layer begins. So,
+of a trace, each of its gathers in the forward pass belongs right behind the copy out of the one
+before. (In the backward pass it asks for the next one there itself. Its copies stay on the compute
+stream.)
 """
 
 from __future__ import annotations
