@@ -6,7 +6,7 @@ and its ratio to torch's; "none" is the step without any exchange.
 
 "all_reduce of 64 MiB" is a call from Python against the loop in C++ on the same memory.
 
-python benchmarks/data_parallel.py [--rounds 20] [--no-compile] [--only "200 small layers"]
+python benchmarks/data_parallel.py [--rounds 20] [--no-compile] [--only layers] [--layers 200]
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ from fcoll import symm_mem
 WARM_UP = 4
 
 
-def small_layers() -> tuple[nn.Module, Tensor]:
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(200)]
+def small_layers(count: int = 200) -> tuple[nn.Module, Tensor]:
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(count)]
     return nn.Sequential(*layers), torch.randn(4, 32)
 
 
@@ -36,8 +37,7 @@ def transformer() -> tuple[nn.Module, Tensor]:
     return nn.TransformerEncoder(block, 3, enable_nested_tensor=False), torch.randn(2, 32, 512)
 
 
-LARGE = "all_reduce of 64 MiB"
-MODELS = {"200 small layers": small_layers, "transformer, 10 M": transformer}
+PARTS = ("message", "layers", "transformer")
 
 
 def ways(build: Callable[[], tuple[nn.Module, Tensor]], compiles: bool) -> dict[str, nn.Module]:
@@ -84,16 +84,20 @@ def large_message(rounds: int) -> tuple[float, float]:
     return statistics.median(python[WARM_UP:]), statistics.median(loop[WARM_UP:])
 
 
-def main(rounds: int, compiles: bool, only: str) -> None:
+def main(rounds: int, compiles: bool, only: str, layers: int) -> None:
     # Dynamo makes an autograd function itself where it traces one
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-    if not only or only == LARGE:
+    if only in ("", "message"):
         python, loop = large_message(rounds)
         if dist.get_rank() == 0:
-            print(LARGE)
+            print("all_reduce of 64 MiB")
             print(f"  Python {python * 1e3:.2f} ms, C++ {loop * 1e3:.2f} ms  {python / loop:5.2f}")
-    for name, build in MODELS.items():
-        if only not in ("", name):
+    models = {
+        f"{layers} small layers": partial(small_layers, layers),
+        "transformer, 10 M": transformer,
+    }
+    for name, build in models.items():
+        if only not in name:
             continue
         torch.manual_seed(0)
         found = measure(ways(build, compiles), build()[1], rounds)
@@ -108,6 +112,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--only", default="", choices=["", LARGE, *MODELS])
+    parser.add_argument("--only", default="", choices=["", *PARTS])
+    parser.add_argument("--layers", type=int, default=200)
     args = parser.parse_args()
-    fcoll.launch(main, args.rounds, not args.no_compile, args.only)
+    fcoll.launch(main, args.rounds, not args.no_compile, args.only, args.layers)

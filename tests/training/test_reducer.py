@@ -292,3 +292,32 @@ def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
         for rank, text in enumerate(ranks2.run(verify, kind)):
             assert f"[{rank}]: params[1] (b.weight) in this process with {kind}" in text
             assert f"appears not to match {kind} of the same param in process {1 - rank}" in text
+
+
+# -- gradients that become ready in another order on each rank ---
+
+
+class Either(nn.Module):
+    """Two branches, computed in the given order: the last one's gradients are ready first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, order: str):
+        return sum(getattr(self, name)(x).sum() for name in order)
+
+
+def in_another_order(rank: int):
+    module = fcoll.DataParallel(Either(), bucket_cap_mb=1e-5)
+    for _ in range(3):
+        module.zero_grad()
+        module(torch.full((1, 4), rank + 1.0), "ba" if rank else "ab").backward()
+    members = [bucket.members for bucket in module.reducer.buckets]
+    return members, [p.grad.clone() for p in module.parameters()]
+
+
+def test_rank_0_decides_on_the_order_of_buckets():
+    (zero, grads), (one, _) = fcoll.simulate_ranks(in_another_order, 2)
+    assert zero == one and {name for name in zero[0]} <= {"b.weight", "b.bias"}
+    assert all((g == (1.0 if g.ndim == 1 else 1.5)).all() for g in grads)
