@@ -26,6 +26,7 @@ _NEVER = float("inf")
 #: Of the time of repeated collectives that is saved: what fits under a cap is not known before.
 PARTS = (0.25, 1.0, 0.5, 0.75)
 CHOICES = 3  # sets of splits that are made in all layers, each with and without hidden collectives
+REFINED = 40  # graphs that may still be made: then the choices are tried on the whole graph, too
 #: Orders in which much is under way at once: waits late, and starts early too.
 LATE, EARLY = "waits late", "starts early"
 Packing = tuple[str, float]  # an order, and the size of buckets
@@ -106,9 +107,13 @@ def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -
             yield from split(less, choice)
     for choice in found.choices[:1]:
         yield from where_room_is(base, choice, tool.machine, tool.read, budget)
-    for choice in dict.fromkeys(replace(c, hidden=h) for c in found.choices for h in (False, True)):
-        if choice != found.choices[0]:
-            yield from split(base, choice)
+    every = dict.fromkeys(replace(c, hidden=h) for c in found.choices for h in (False, True))
+    if budget.nodes > REFINED * len(module.graph.nodes):
+        yield from Search(base, tool.machine, tool.read, budget).refined(list(every))[:CHOICES]
+    else:
+        for choice in every:
+            if choice != found.choices[0]:
+                yield from split(base, choice)
 
 
 @dataclass

@@ -11,8 +11,9 @@ same graph has the same splits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch.fx import Node
 
@@ -70,25 +71,32 @@ class Search:
         for k, reach in OPTIONS:
             self.time(Choice(everything, k, reach, sums=self.sums))
         if self.tried:
-            self.join(self.pairs(kind_of, everything), first.us)
+            self.join(self.pairs(everything), first.us)
             if self.time(self.best()) < first.us:
                 self.time(replace(self.best(), hidden=True))
-                kinds = _least_exposed_first(kind_of, exposed)
-                self.leave_whole(self.best(), kinds)
-                every = Choice(frozenset(kinds), *OPTIONS[0], hidden=True, sums=self.sums)
-                self.leave_whole(every, kinds)
+                self.leave_whole(self.best())
+                kinds = frozenset(self.kind_of.values())
+                self.leave_whole(Choice(kinds, *OPTIONS[0], hidden=True, sums=self.sums))
                 for reach in REACHES:
                     self.time(replace(self.best(), reach=reach))
         better = [choice for choice in self.tried if self.time(choice) < first.us]
         better.sort(key=lambda choice: (self.time(choice), len(choice.kinds)))
         return list({self.tried[c].change.splits: c for c in reversed(better)}.values())[::-1]
 
-    def pairs(self, kind_of: Mapping[str, str], exposed: frozenset[str]) -> list[Choice]:
+    def refined(self, choices: Sequence[Choice]) -> list[Priced]:
+        """The best of these choices, and with one kind after the other left whole."""
+        if choices:
+            best = min(choices, key=self.time)
+            self.leave_whole(best)
+        better = [made for made in self.tried.values() if made.quick_us < self.base.quick_us]
+        return sorted(better, key=lambda made: made.quick_us)
+
+    def pairs(self, exposed: frozenset[str]) -> list[Choice]:
         """Two kinds, one behind the other in the splits of everything."""
         made = next(iter(self.tried.values()))
         nodes = self.base.change.graph_module.graph.nodes
         found = (
-            frozenset([kind_of[one], kind_of[other]])
+            frozenset([self.kind_of[one], self.kind_of[other]])
             for one, other in chained(nodes, made.change.splits)
         )
         return [
@@ -108,16 +116,35 @@ class Search:
     def best(self) -> Choice:
         return min(self.tried, key=self.time)
 
-    def leave_whole(self, choice: Choice, kinds: Sequence[str]) -> None:
-        """One kind after the other, as long as that gets better."""
+    def leave_whole(self, choice: Choice) -> None:
+        """One kind after the other, as long as that gets better; those first that are exposed
+        least."""
         best, us = choice, self.time(choice)
         gone = True
         while gone:
             gone = False
-            for one in kinds:
+            for one in self.least_exposed_first():
                 fewer = replace(best, kinds=best.kinds - {one})
-                if one in best.kinds and fewer.kinds and self.time(fewer) < us:
+                if one in self.in_chunks(best) and fewer.kinds and self.time(fewer) < us:
                     best, us, gone = fewer, self.time(fewer), True
+
+    def in_chunks(self, choice: Choice) -> frozenset[str]:
+        """Of a choice's kinds those that are split; all of them where the splits cannot be made."""
+        if choice not in self.tried:
+            return choice.kinds
+        splits = self.tried[choice].change.splits
+        return frozenset(self.kind_of[name] for split in splits for name in split.collectives)
+
+    @cached_property
+    def kind_of(self) -> dict[str, str]:
+        nodes = self.base.change.graph_module.graph.nodes
+        return {node.name: kind(node) for node in nodes if is_start(node)}
+
+    def least_exposed_first(self) -> list[str]:
+        us = dict.fromkeys(self.kind_of.values(), 0.0)
+        for name, waited in self.base.exposed_us.items():
+            us[self.kind_of[name]] += waited
+        return sorted(us, key=us.__getitem__)
 
     def time(self, choice: Choice) -> float:
         """What a quick schedule takes; for ever if the splits cannot be made or time is up."""
@@ -172,13 +199,6 @@ def with_splits(
         out_bytes = {step.name: step.out_bytes for step in base.job}
         costs = split_costs(costs, found, base.collectives, machine, out_bytes)
     return read(replace(change, graph_module=graph_module, splits=found, costs=costs))
-
-
-def _least_exposed_first(kind_of: Mapping[str, str], exposed: Mapping[str, float]) -> list[str]:
-    us = dict.fromkeys(kind_of.values(), 0.0)
-    for name, waited in exposed.items():
-        us[kind_of[name]] += waited
-    return sorted(us, key=us.__getitem__)
 
 
 def kind(node: Node) -> str:
