@@ -129,17 +129,6 @@ def turn_away(g: Group, what: str) -> str:
     return said
 
 
-def stay_away(g: Group, why: str) -> None:
-    """Tell the others that this rank does not come to the next comparison. If it happens to all of
-    them, nobody comes, and they meet at the one after it."""
-    known, store = compared(g), _torch.group_store(g.pg)
-    if known is None:
-        return
-    known.times, known.begun = known.times + 1, 0
-    lobby = lobby_of(g, store, _about(known.times))
-    give_up(lobby, Elsewhere(f"{lobby.names[g.rank]} {why}", [g.rank]), g)
-
-
 def _about(times: int) -> str:
     return f"/compare/{times}"
 

@@ -17,18 +17,11 @@ from torch.fx import Graph, Node
 
 import fcoll
 from fcoll import symm_mem
-from fcoll.graph.agreement import stay_away
-from fcoll.graph.nodes import arguments, collectives, has_named_group
+from fcoll.graph.nodes import collectives
 from fcoll.graph.verify import verify
-from fcoll.groups import by_name
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
-from inductor_ext._torch import (
-    CustomGraphPass,
-    is_group_name,
-    symmetric_groups,
-    unset_fake_temporarily,
-)
+from inductor_ext._torch import CustomGraphPass, is_group_name, symmetric_groups
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.passes.choose import choose
@@ -65,16 +58,9 @@ class Passes(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if not any(True for _ in collectives(graph)):
             return
-        groups = {
-            arguments(node)["group_name"] for node, _ in collectives(graph) if has_named_group(node)
-        }
-        try:
-            for p in PASSES:
-                for line in run(p, graph):
-                    log.info("%s: %s", p.__name__, line)
-        except Exception as error:
-            _stay_away(groups, error)
-            raise
+        for p in PASSES:
+            for line in run(p, graph):
+                log.info("%s: %s", p.__name__, line)
 
     def uuid(self) -> str | None:
         """The same for graphs that are lowered the same; None, and nothing is cached, if the
@@ -89,14 +75,6 @@ class Passes(CustomGraphPass):
         rank = dist.get_rank() if dist.is_initialized() else 0
         facts = own_source_hash(), settings, native, groups, symmetric_groups(), rank
         return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _stay_away(groups: set[str], error: Exception) -> None:
-    """Tell the other ranks of a graph's groups that this one has no such graph."""
-    if config.compare:
-        with unset_fake_temporarily():
-            for name in sorted(groups):
-                stay_away(by_name(name), f"could not compile its graph: {error}")
 
 
 @functools.cache

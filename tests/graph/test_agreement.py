@@ -14,7 +14,7 @@ from ranks import launch
 import fcoll
 from fcoll import _torch
 from fcoll.errors import CollectiveTimeout, OtherGraph, PeerDied, PlanMismatch
-from fcoll.graph.agreement import calls_by_group, compare, compared, stay_away, turn_away
+from fcoll.graph.agreement import calls_by_group, compare, compared, turn_away
 from fcoll.groups import Group, by_name, resolve
 from fcoll.transport.handshake import lobby_of
 
@@ -165,26 +165,6 @@ def test_ranks_that_run_another_list_say_so(ranks4, lists):
         assert "runs the old one, at model.py:3" in said
         assert "rank 0 has a new graph, which begins with all_reduce(sum)" in said
         assert "test_agreement.py" in said
-
-
-def one_cannot_come(rank: int, mine: list) -> str:
-    """Rank 0 has nothing to compare the first time; then neither has; then all is well."""
-    g, said = new_group(), ""
-    if rank:
-        with pytest.raises(OtherGraph) as caught:
-            compare(g, mine)
-        assert caught.value.rank == 0
-        said = str(caught.value)
-    else:
-        stay_away(g, "could not compile its graph")
-    stay_away(g, "could not compile its graph")
-    compare(g, mine)
-    return said
-
-
-def test_a_rank_that_cannot_come_says_why(ranks2, lists):
-    _, said = ranks2.run(one_cannot_come, lists["sum"])
-    assert "rank 0 could not compile its graph" in said
 
 
 def one_dies(rank: int, mine: list) -> str:

@@ -29,7 +29,6 @@ from inductor_ext import prices
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.errors import SchedulerFailed
-from inductor_ext.passes import pipeline
 from inductor_ext.passes.pipeline import Passes
 from inductor_ext.passes.schedule import schedule
 
@@ -231,15 +230,12 @@ def test_a_wrong_plan_is_an_error(world):
 @pytest.mark.parametrize(
     ("given", "why"), [(lambda job: 1 / 0, "ZeroDivisionError"), (lambda job: None, "TypeError")]
 )
-def test_a_scheduler_that_fails_is_named_and_other_ranks_are_told(world, monkeypatch, given, why):
-    told = []
-    monkeypatch.setattr(pipeline, "stay_away", lambda group, what: told.append((group.n, what)))
+def test_a_scheduler_that_fails_is_named(world, given, why):
     gm = graph_of(two_products, square(), square())
     with config.patch(schedule=given), pytest.raises(SchedulerFailed, match=why) as caught:
         Passes()(gm.graph)
     assert "the scheduler '<lambda>' failed" in str(caught.value)
-    ((n, what),) = told
-    assert n == 2 and "could not compile its graph" in what and why in what
+    assert "test_schedule.py:" in str(caught.value)
 
 
 def test_sizes_that_vary_are_planned_by_their_hints(world):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import json
 import logging
+import zlib
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from programs import compiled, normal
 import fcoll
 from fcoll.errors import OtherGraph
 from inductor_ext import watch
+from inductor_ext.comparison import Runs
 from inductor_ext.watch import call_at
 
 COMPILE_S = 600
@@ -68,6 +72,44 @@ def test_a_rank_with_a_new_graph_is_told(request: Any, pool: str, cpp: bool):
     if not cpp:  # also where it is
         assert "and is at all_reduce of [4, 4] at" in message
     assert nothing == [] and len(logged) == 1 and logged[0].split(". ")[0] in message
+
+
+# -- the same by hand, without a compiler ---
+
+GRAPH = """
+def call(x):
+    fcoll_begins()
+    return fcoll.wait_tensor(fcoll.all_reduce(x, op, group))
+"""
+
+
+def graph_by_hand(op: str, group: str) -> Any:
+    """As generated code has it: a function beside its Runs."""
+    issued = {group: [[op, f"all_reduce({op}) at model.py:3"]]}
+    card = base64.b64encode(zlib.compress(json.dumps([issued, ""]).encode())).decode()
+    names: dict[str, Any] = {"fcoll": fcoll, "op": op, "group": group, watch.RUNS: Runs(card)}
+    exec(GRAPH, names)
+    return names["call"]
+
+
+def new_graph_by_hand(rank: int) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S)).group_name
+    old, new, x, said = graph_by_hand("sum", group), graph_by_hand("max", group), torch.ones(1), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "STUCK_S", 0.5)
+        assert old(x) == old(x) == dist.get_world_size()
+        if rank == 0:
+            with pytest.raises(OtherGraph) as caught:
+                new(x)
+            said = str(caught.value)
+        assert old(x) == dist.get_world_size()
+    return said
+
+
+def test_all_other_ranks_run_an_agreed_graph(ranks4):
+    said, *_ = ranks4.run(new_graph_by_hand)
+    assert "runs a graph that was agreed on before, which begins with all_reduce(sum)" in said
+    assert "rank 0 has a new graph, which begins with all_reduce(max) at model.py:3" in said
 
 
 CODE = """
