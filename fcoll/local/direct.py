@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,6 +62,6 @@ def broadcast(
     if found is None:
         return old(tensor, src, group, async_op, group_src)
     root = group_src if src is None else dist.get_group_rank(found, src)
-    if isinstance(root, torch.SymInt) or not 0 <= root < found.size():
+    if not isinstance(root, int) or not 0 <= root < found.size():
         return old(tensor, src, group, async_op, group_src)
     return _run("broadcast", tensor, found, src=root)

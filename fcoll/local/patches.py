@@ -62,8 +62,8 @@ def _new_names() -> list[tuple[Any, str, Any]]:
         found += [(at[place], "initial_seed", rng.initial_seed)]
     for name, new in (("get_rank", get_rank), ("gather", gather), ("scatter", scatter)):
         found.append((at["dist"], name, new))
-    for new in (direct.all_reduce, direct.broadcast):
-        found.append((at["dist"], new.__name__, new))
+    found.append((at["dist"], "all_reduce", direct.all_reduce))
+    found.append((at["dist"], "broadcast", direct.broadcast))
     for name in _REDUCING:
         if hasattr(dist, name):
             found.append((at["dist"], name, reduce.noting_factor))
