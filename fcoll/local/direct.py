@@ -1,4 +1,4 @@
-"""dist.all_reduce and dist.broadcast of LocalTensors in a mode, without the way through c10d.
+"""dist.all_reduce, broadcast and reduce_scatter of LocalTensors in a mode, not through c10d.
 
 Boxing the call for c10d's dispatcher and unboxing it again takes as long as the collective itself
 on 64 ranks. Whatever is not the plain case takes that way: another mode that wants to see the op,
@@ -7,10 +7,10 @@ work to be returned, a coalescing manager, gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,9 +29,9 @@ def _group(tensor: Any, group: Any) -> Any:
     return group if member and not _torch.is_coalescing(group) else None
 
 
-def _run(name: str, tensor: LocalTensor, group: Any, **args: Any) -> None:
+def _run(name: str, tensor: LocalTensor, out: LocalTensor, group: Any, **args: Any) -> None:
     with _torch.below_the_mode():
-        collectives.write(collectives.run(name, tensor, group, **args), tensor)
+        collectives.write(collectives.run(name, tensor, group, **args), out)
 
 
 def all_reduce(
@@ -46,7 +46,7 @@ def all_reduce(
     found = None if async_op or known is None else _group(tensor, group)
     if found is None:
         return reduce.noting_factor(old, tensor, op, group, async_op)
-    return _run("all_reduce", tensor, found, reduce_op=known)
+    return _run("all_reduce", tensor, tensor, found, reduce_op=known)
 
 
 def broadcast(
@@ -63,6 +63,24 @@ def broadcast(
     if found is None:
         return old(tensor, src, group, async_op, group_src)
     root = group_src if src is None else dist.get_group_rank(found, src)
-    if isinstance(root, torch.SymInt) or not 0 <= root < found.size():
+    if not isinstance(root, int) or not 0 <= root < found.size():
         return old(tensor, src, group, async_op, group_src)
-    return _run("broadcast", tensor, found, src=root)
+    return _run("broadcast", tensor, tensor, found, src=root)
+
+
+def reduce_scatter(
+    old: Callable[..., Any],
+    output: Any,
+    input: Any,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """dist.reduce_scatter_single, and under its former name."""
+    known = reduce.plain_name(op)
+    found = None if async_op or known is None else _group(input, group)
+    if found is None or _group(output, group) is None:
+        return reduce.noting_factor(old, output, input, op, group, async_op)
+    if message := getattr(old, "__deprecated__", None):
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    return _run("reduce_scatter_tensor", input, output, found, reduce_op=known)

@@ -24,8 +24,7 @@ _torchs_module = sys.modules.get(_TORCHS)
 
 
 _REDUCING = (
-    "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "reduce_scatter_single", "_reduce_scatter_base",
+    "all_reduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
 )  # fmt: skip
 
 
@@ -62,8 +61,11 @@ def _new_names() -> list[tuple[Any, str, Any]]:
         found += [(at[place], "initial_seed", rng.initial_seed)]
     for name, new in (("get_rank", get_rank), ("gather", gather), ("scatter", scatter)):
         found.append((at["dist"], name, new))
-    for new in (direct.all_reduce, direct.broadcast):
-        found.append((at["dist"], new.__name__, new))
+    found.append((at["dist"], "all_reduce", direct.all_reduce))
+    found.append((at["dist"], "broadcast", direct.broadcast))
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+        if hasattr(dist, name):
+            found.append((at["dist"], name, direct.reduce_scatter))
     for name in _REDUCING:
         if hasattr(dist, name):
             found.append((at["dist"], name, reduce.noting_factor))
@@ -194,4 +196,5 @@ def all_submeshes(old: Any, mesh: Any, dim: str) -> Any:
 
 _TAKE_OLD = {
     reduce.noting_factor, permute_tensor, all_submeshes, direct.all_reduce, direct.broadcast,
+    direct.reduce_scatter,
 }  # fmt: skip

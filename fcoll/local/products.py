@@ -76,7 +76,9 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
     _check(a, b, dims=3)
     if bias.dtype != a.dtype:
         raise NotStackable
-    return product(a, b, bias.unsqueeze(1) if bias.dim() == 2 else bias, beta=beta, alpha=alpha)
+    ranks, *shape = bias.shape
+    aligned = bias.reshape(ranks, *(1,) * (2 - len(shape)), *shape)
+    return product(a, b, aligned, beta=beta, alpha=alpha)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:

@@ -122,3 +122,16 @@ def test_bad_calls_are_torchs_errors(mode):
         dist.all_reduce(ranks(), op="sum")
     x = LocalTensor({r: torch.ones(1) for r in range(W)})
     assert dist.all_reduce(x, async_op=True).wait() is not False and values(x) == [[4.0]] * W
+
+
+def test_reduce_scatter(mode):
+    out = torch.zeros(1)
+    view = out.view(1)
+    x = ranks(W)
+    dist.reduce_scatter_single(out, x)
+    assert values(out) == [[6.0], [10.0], [14.0], [18.0]] == values(view)
+    with pytest.warns(FutureWarning, match="reduce_scatter"):
+        dist.reduce_scatter_tensor(torch.zeros(1), x)
+    with CommDebugMode() as seen:
+        dist.reduce_scatter_single(out, x, op=dist.ReduceOp.MAX)
+    assert seen.get_total_counts() == 1 and values(out) == [[3.0], [4.0], [5.0], [6.0]]

@@ -249,6 +249,18 @@ def test_equal_ranks_stay_equal(name, shape, ranks):
     torch.testing.assert_close(SAME[name](x).reconcile(), SAME[name](t))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (-1,), (1, -1), (4, 1), (4, -1)], ids=str)
+@pytest.mark.parametrize("columns", [7, W])
+def test_a_bias_is_broadcast_as_on_one_rank(shape, columns):
+    shape = tuple(columns if n == -1 else n for n in shape)
+    xs, ws = parts(4, 3), parts(3, columns, seed=1)
+    biases = each(lambda t: t[0].clone(), parts(1, *shape, seed=2))
+    got = torch.addmm(on_stack(biases), on_stack(xs), on_stack(ws), beta=0.5)
+    for r in range(W):
+        wanted = torch.addmm(biases[r], xs[r], ws[r], beta=0.5)
+        torch.testing.assert_close(got._local_tensors[r], wanted)
+
+
 def test_strided_scatter_counts_from_the_ranks_own_memory():
     xs = parts(3, 3)
 
