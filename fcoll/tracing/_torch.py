@@ -189,6 +189,11 @@ def around_exchanges(with_symbols: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def has_value(x: torch.Tensor) -> bool:
+    """Does a trace know what is in it? Of a real tensor, and of a constant of the program."""
+    return not isinstance(x, FakeTensor) or x.constant is not None
+
+
 @contextmanager
 def around_objects(ours: dict[str, Callable[..., Any]]) -> Iterator[None]:
     """Inside, these functions of torch.distributed are ours, under whatever name a program has
