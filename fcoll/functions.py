@@ -9,7 +9,7 @@ for and the result is a plain tensor. The examples run on every rank: ``rank`` i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def all_reduce(
     group: GroupLike = None,
     *,
     factor: float | None = None,
-    grad: str = "sum",
+    grad: Literal["sum", "identity"] = "sum",
 ) -> Tensor:
     """Reduce x over the group; every rank gets the same result.
 
@@ -386,7 +386,7 @@ def all_reduce_coalesced(
     group: GroupLike = None,
     *,
     factor: float | None = None,
-    grad: str = "sum",
+    grad: Literal["sum", "identity"] = "sum",
 ) -> list[Tensor]:
     """``[all_reduce(x) for x in xs]``, in one message for each dtype.
 

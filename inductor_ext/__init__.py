@@ -47,6 +47,10 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def backend(
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from math import prod
 from typing import Any
 
@@ -24,7 +25,7 @@ from fcoll.graph.issued import Issued, describe, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.peers import Board
-from fcoll.tracing.trace import Trace
+from fcoll.tracing.trace import Mode, Trace
 from fcoll.tracing.workers import Tracer
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -68,6 +69,15 @@ class Checked:
             return "each of the others answers as one of them to all that it asks about ranks"
         return "nothing is known of the others: --ranks all traces them"
 
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict for programs: what ``fcoll check --json`` prints."""
+        proved = "all ranks" if self.all_ranks else "those traced"
+        found = {"ok": self.ok, "ranks_traced": list(self.ranks_traced), "proved_for": proved}
+        return found | {"notes": list(self.notes), "values": self.values, "text": str(self)}
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         world, traced = prod(self.mesh.values()), len(self.ranks_traced)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
@@ -89,7 +99,7 @@ def check(
     build: Build,
     mesh: Mapping[str, int],
     *,
-    mode: str = "joint",
+    mode: Mode = "joint",
     ranks: Iterable[int] | str | None = None,
     values: bool = False,
     given: Mapping[str, int] | None = None,

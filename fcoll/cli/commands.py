@@ -116,10 +116,7 @@ def _check(args: argparse.Namespace) -> int:
         text = str(mismatch)
         _print(args, {"ok": False, "error": text}, lambda: text)
         return FOUND
-    found: dict[str, Any] = {"ok": result.ok, "ranks_traced": _plain(result.ranks_traced)}
-    found["proved_for"] = "all ranks" if result.all_ranks else "those traced"
-    found |= {"notes": list(result.notes), "values": result.values, "text": str(result)}
-    _print(args, found, lambda: str(result))
+    _print(args, result.to_dict(), lambda: str(result))
     return FINE if result.ok else FOUND
 
 
@@ -362,10 +359,6 @@ def _write(path: str | None, render: Callable[[], str]) -> None:
 
 def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None:
     print(json.dumps(data, default=str) if args.json else text())
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (tuple, set, frozenset, range)) else value
 
 
 @contextmanager

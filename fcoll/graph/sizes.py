@@ -71,7 +71,8 @@ def by_symbol(given: Mapping[str, int], lines: Mapping[str, str]) -> dict[str, i
     >>> by_symbol({"u0": 3, "moe.py:31": 64}, {"u0": "a.py:7", "u1": "src/moe.py:31"})
     {'u1': 64, 'u0': 3}
     """
-    found, named = {}, {}
+    found: dict[str, int] = {}
+    named: dict[str, int] = {}
     for key, size in given.items():
         if key in lines or not lines:
             named[key] = size

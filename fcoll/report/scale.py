@@ -16,6 +16,7 @@ from fcoll.report.world import timeline as all_ranks
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.tracing.fake_world import axes_asked_for
 from fcoll.tracing.peers import Board
+from fcoll.tracing.trace import Mode
 
 Build = Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -71,7 +72,7 @@ def scale(
     *,
     mesh: Mapping[str, int] | None = None,
     machine: Machine | str | Path = "h100",
-    mode: str = "joint",
+    mode: Mode = "joint",
     waits: str = "in place",
     given: Mapping[str, int] | None = None,
     progress: Callable[[str], None] = lambda text: None,

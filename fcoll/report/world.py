@@ -23,6 +23,7 @@ from fcoll.scheduling.streams import as_streams_run
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
 from fcoll.scheduling.world import Meeting, RankLine, RankProgram
 from fcoll.tracing.peers import Board
+from fcoll.tracing.trace import Mode
 from fcoll.tracing.workers import Tracer
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -88,7 +89,7 @@ def timeline(
     *,
     slow: Mapping[int, float] | None = None,
     waits: str = "first use",
-    mode: str = "joint",
+    mode: Mode = "joint",
     given: Mapping[str, int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> WorldTimeline:

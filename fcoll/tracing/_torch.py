@@ -194,14 +194,20 @@ def around_exchanges(with_symbols: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def has_value(x: torch.Tensor) -> bool:
+    """Does a trace know what is in it? Of a real tensor, and of a constant of the program."""
+    return not isinstance(x, FakeTensor) or x.constant is not None
+
+
 @contextmanager
-def around_objects(ours: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, these functions of torch.distributed are ours, under whatever name a program has
-    them: each is a wrapper around another, which is put in its place."""
+def around_objects(ours: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the collectives of objects of torch.distributed are ours(name, ...), under whatever
+    name a program has them: each is a wrapper around another, which is put in its place."""
     cells = []
-    for name, fn in ours.items():
+    for name in _OF_OBJECTS:
         wrapper: Any = getattr(c10d, name)
         inner = getattr(wrapper, "__wrapped__", None)
+        fn = functools.partial(ours, name)
         cells += [(c, fn, inner) for c in wrapper.__closure__ or () if c.cell_contents is inner]
     for cell, fn, _ in cells:
         cell.cell_contents = fn
@@ -210,6 +216,12 @@ def around_objects(ours: dict[str, Callable[..., Any]]) -> Iterator[None]:
     finally:
         for cell, _, inner in cells:
             cell.cell_contents = inner
+
+
+_OF_OBJECTS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+    *("scatter_object_list", "send_object_list", "recv_object_list"),
+)
 
 
 def sharded_group(frame: FrameType | None) -> tuple[Any, bool] | None:

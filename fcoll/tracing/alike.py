@@ -27,6 +27,7 @@ class Alike:
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.axes, self.rank, self.size = dict(axes), rank, prod(axes.values())
         self.same = numpy.ones(self.size, dtype=bool)
+        self.in_tensors = False  # is a number of ranks in a tensor, or in a seed?
         self.ranks = numpy.arange(self.size)
         sizes = list(axes.values())
         strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -136,6 +137,14 @@ class Number:
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An op on tensors and numbers. Where it computes element by element the number decides
+        nothing but values, as in ``targets >= rank * size``, and a trace has no values."""
+        plain = this_ranks if getattr(func, "__name__", "") in _ELEMENTWISE else _plain
+        given = {name: nested(plain, x) for name, x in (kwargs or {}).items()}
+        return func(*nested(plain, args), **given)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of.ask(self._values), name)
 
@@ -150,8 +159,9 @@ def _values_of(x: Any) -> Any:
 def _computing(fn: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Number, Any], Any]:
     def method(self: Number, other: Any) -> Any:
         theirs = _values_of(other)
-        if theirs is None:  # a tensor and the like
-            mine = self._of.ask(self._values)
+        if theirs is None:
+            of_tensor = hasattr(other, "__torch_function__")
+            mine = (this_ranks if of_tensor else _plain)(self)
             return fn(other, mine) if swapped else fn(mine, other)
         a, b = (theirs, self._values) if swapped else (self._values, theirs)
         if fn in _DIVIDING:
@@ -185,6 +195,29 @@ def _plainly(name: str) -> Callable[..., Any]:
 def _plain(x: Any) -> Any:
     return x._of.ask(x._values) if type(x) is Number else x
 
+
+def this_ranks(x: Any) -> Any:
+    """The traced rank's number, to be in a tensor: asked is who reads a tensor's value then."""
+    if type(x) is not Number:
+        return x
+    x._of.in_tensors = True
+    return x._values[x._of.rank].item()
+
+
+def nested(fn: Callable[[Any], Any], x: Any) -> Any:
+    return type(x)(nested(fn, y) for y in x) if type(x) in (tuple, list) else fn(x)
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+#: Of torch's functions, by name, those whose numbers decide only values.
+_ELEMENTWISE = {
+    *(f"__{name}__" for name in _COMPARISONS),
+    *(f"__{side}{name}__" for name in _OPERATORS for side in ("", "r", "i")),
+    *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow"),
+    *("add_", "sub_", "mul_", "div_", "remainder_", "fill_", "masked_fill", "masked_fill_"),
+    *(*_COMPARISONS, "where", "clamp", "clamp_", "maximum", "minimum", "logical_and"),
+}
 
 _DIVIDING = (operator.floordiv, operator.mod, operator.truediv)
 for _name, _fn in {

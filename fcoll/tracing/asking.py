@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll.groups import by_name, rank_answers
 from fcoll.source import is_library
 from fcoll.tracing import _torch
-from fcoll.tracing.alike import MOST_MEMBERS, Alike
+from fcoll.tracing.alike import MOST_MEMBERS, Alike, nested, this_ranks
 
 
 @contextmanager
@@ -49,7 +50,43 @@ def asking(alike: Alike) -> Iterator[None]:
         stack.enter_context(_torch.replaced(DeviceMesh, _of_meshes(alike)))
         stack.enter_context(_torch.group_ranks_replaced(groups))
         stack.enter_context(_torch.around_shares(alike.shares))
+        stack.enter_context(_numbers_in_tensors(alike))
         yield
+
+
+@contextmanager
+def _numbers_in_tensors(alike: Alike) -> Iterator[None]:
+    """Inside, a seed or an element of a tensor that is made of a rank is not asked. From then on,
+    a program that reads a known value of a tensor is: it may be such a one."""
+
+    def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = {name: nested(this_ranks, x) for name, x in kwargs.items()}
+            return fn(*nested(this_ranks, args), **given)
+
+        return call
+
+    def reading(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def read(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if alike.in_tensors and _torch.has_value(x) and not _by_library():
+                alike.only_me()
+            return fn(x, *args, **kwargs)
+
+        return read
+
+    makers = {name: plainly(getattr(torch, name)) for name in ("manual_seed", "tensor")}
+    readers = {name: reading(getattr(torch.Tensor, name)) for name in _READS}
+    with _torch.replaced(torch, makers), _torch.replaced(torch.Tensor, readers):
+        yield
+
+
+_READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+
+def _by_library() -> bool:
+    """Is it torch or fcoll that reads?"""
+    frame = _asker()
+    return frame is not None and is_library(frame.f_code.co_filename)
 
 
 def _answer(alike: Alike, plain: Any, values: Any) -> Any:

@@ -6,38 +6,22 @@ what comes out is what the sender has, if it is run for it (see peers.py), or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.tracing import _torch, told
+from fcoll.tracing import told
 from fcoll.tracing.values import user_line
 
 NOMINAL_BYTES = 1024  # of an object; only a run knows them
 
 
-@contextmanager
-def traced(notes: list[str]) -> Iterator[None]:
-    """Inside, torch's collectives of objects are those of this file; notes say what was assumed."""
-
-    def noting(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            what = f"{fn.__name__} is taken to send objects of {NOMINAL_BYTES} bytes"
-            notes.append(f"{user_line()}: {what}")
-            return fn(*args, **kwargs)
-
-        return call
-
-    calls = (
-        *(all_gather_object, gather_object, broadcast_object_list),
-        *(scatter_object_list, send_object_list, recv_object_list),
-    )
-    with _torch.around_objects({fn.__name__: noting(fn) for fn in calls}):
-        yield
+def call(name: str, notes: list[str], *args: Any, **kwargs: Any) -> Any:
+    """A call of torch's function of this name; notes say what was assumed."""
+    notes.append(f"{user_line()}: {name} is taken to send objects of {NOMINAL_BYTES} bytes")
+    return globals()[name](*args, **kwargs)
 
 
 def _bytes(objects: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from fcoll.tracing.alike import Alike
 from fcoll.tracing.asking import asking
 from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.told import Asked, Key, Said, Talk, talking
-from fcoll.tracing.trace import Trace, trace
+from fcoll.tracing.trace import Mode, Trace, trace
 
 Build = Callable[[Any], Any]
 
@@ -28,7 +28,7 @@ class Board:
 
     build: Build
     axes: Mapping[str, int]
-    mode: str = "joint"
+    mode: Mode = "joint"
     sizes: Mapping[str, int] = field(default_factory=dict)  # by symbol or line
     said: dict[Key, Any] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ from fcoll.source import current_part, is_library
 from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch, c10d, objects, pipelines, told
-from fcoll.tracing.results import Results
+from fcoll.tracing.fakes import Results
 from fcoll.tracing.values import user_line
 
 
@@ -151,6 +151,9 @@ class Recorder(_torch.TorchDispatchMode):
         pending = c10d.start_exchange(group, output, input, *splits)
         self._pending.update(dict.fromkeys(pending.storages(), pending))
         return c10d.Handle(lambda: self._finish(pending))
+
+    def _objects(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return objects.call(name, self.notes, *args, **kwargs)
 
     def _waits(self, work: Any) -> None:
         """The program waits for a handle; dist.send and dist.recv do so at once."""
@@ -421,7 +424,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_sharding_propagation(self.paused),
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
-                objects.traced(self.notes),
+                _torch.around_objects(self._objects),
                 pipelines.stages_told(self.paused, told.say, told.ask),
             ):
                 yield self

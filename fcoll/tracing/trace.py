@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import re
 import sys
 from collections import Counter
@@ -12,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,10 @@ from fcoll.tracing.values import Values, line_of
 from fcoll.tracing.variants import settled
 from fcoll.units import show_bytes, table
 
-MODES = ("joint", "compiled", "forward")
+Mode = Literal["joint", "compiled", "forward"]
+MODES = get_args(Mode)
+
+log = logging.getLogger(__name__)  # shown by TORCH_LOGS="+fcoll"
 
 
 class Trace:
@@ -134,6 +139,20 @@ class Trace:
             same_order=[*map(_key, self.collectives)] == [*map(_key, other.collectives)],
         )
 
+    def records(self) -> list[dict[str, Any]]:
+        """A dict for each collective: ``pandas.DataFrame(trace.records())``."""
+        return [
+            {**{k: v for k, v in vars(c).items() if k != "stack"}, "n": c.n}
+            | {"wire_bytes": c.wire_bytes}
+            for c in self.collectives
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "mesh": dict(self.mesh), "collectives": self.records()}
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items()) or "no mesh"
         head = f"rank {self.rank} of {mesh}: {len(self.collectives)} collectives"
@@ -212,7 +231,7 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any) -> Trace:
+def trace(fn: Callable[..., Any], *args: Any, mode: Mode = "joint", **kwargs: Any) -> Trace:
     """Run a module or function once on fake tensors and write down what it does.
 
     ``mode="joint"`` is the whole step: the forward pass, the backward pass and the optimizer, if
@@ -246,6 +265,7 @@ def trace(fn: Callable[..., Any], *args: Any, mode: str = "joint", **kwargs: Any
     with _no_collection():
         traced, notes = settled(step.run)
     traced.notes += notes
+    log.debug("%s", traced)
     return traced
 
 
@@ -256,7 +276,7 @@ class _Step:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    mode: str
+    mode: Mode
     found: Found
     caller: FrameType
     compiled_modules: list[torch.nn.Module] | None = None  # where torch cannot compile the whole

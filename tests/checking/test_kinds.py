@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fcoll
 from fcoll.checking.check import check
-from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
+from fcoll.errors import CheckMismatch, CollectiveMismatch, Deadlock, UnmatchedTransfer
 from fcoll.tracing.alike import Alike
 
 MESH = {"dp": 16, "tp": 8}
@@ -32,7 +32,13 @@ def stepping(who):
     return build
 
 
+def seeded(number):
+    torch.manual_seed(number)
+    return torch.rand(())
+
+
 ASKS = {
+    "a seed": lambda mesh: seeded(dist.get_rank()).item() == seeded(77).item(),
     "rank ==": lambda mesh: dist.get_rank() == 77,
     "imported": lambda mesh: get_rank() == 77,
     "arithmetic": lambda mesh: (dist.get_rank() * 3 - 1) // 2 == 115,
@@ -171,3 +177,37 @@ def test_places_are_those_of_the_mesh(axes):
             for other in range(world.size):
                 expected = group.index(other) if other in group else -1
                 assert world.place_of(axis, other)[rank] == expected
+
+
+def test_numbers_that_decide_only_values_tell_no_ranks_apart():
+    """A vocabulary cut over ranks, seeds, numbers in tensors: what every large program does."""
+
+    def build(mesh):
+        rank, group = dist.get_rank(), mesh.get_group("dp")
+        torch.manual_seed(1234 + rank)
+        seen = torch.tensor([rank], dtype=torch.float32)
+
+        def step(logits, targets):
+            first = rank * logits.shape[1]
+            mine = (targets >= first) & (targets < first + logits.shape[1])
+            index = (targets - first).masked_fill(~mine, 0)
+            picked = logits.gather(1, index[:, None])[:, 0].masked_fill(~mine, 0.0)
+            dist.all_reduce(picked, group=group)
+            dist.all_reduce(seen, group=group)
+            return picked.sum()
+
+        return step, (torch.randn(4, 8), torch.randint(0, 8, (4,)))
+
+    found = check(build, {"dp": 64})
+    assert found.all_ranks and len(found.ranks_traced) == 1
+
+
+def test_a_size_made_of_a_rank_is_still_asked():
+    def build(mesh):
+        rank = dist.get_rank()
+        return lambda x: fcoll.all_reduce(torch.full((8 + (rank == 40),), 1.0) * rank), (
+            torch.ones(1),
+        )
+
+    with pytest.raises(CollectiveMismatch, match="40"):
+        check(build, {"dp": 64})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fcoll.cli import programs
+from fcoll.tracing.fakes import Results
 from fcoll.tracing.peers import Board
-from fcoll.tracing.results import Results
 
 FOLDER = Path(__file__).parents[1] / "programs_as_written"
 PROGRAMS = {
