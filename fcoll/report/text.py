@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fcoll.report.advice import TOP, Advice
-from fcoll.report.buckets import buckets
 from fcoll.report.summary import Moved, Row, gain, moves, rows, tail_us, verdict
 from fcoll.report.why import Why
 from fcoll.scheduling.timeline import Timeline, busy_us
@@ -17,6 +17,8 @@ HEAD = (
 )
 ALIGN = "<<><>><>><<"
 BAR = 10
+BUCKET = re.compile(r"bucket_(\d+): (.+)")  # as a reducer names the part of the program
+BUCKET_HEAD = ("bucket", "bytes", "from", "to", "exposed", "parameters")
 
 
 def render(
@@ -45,7 +47,7 @@ def render(
         rest = found[top:]
         exposed = show_us(sum(r.exposed_us for r in rest))
         parts.append(f"... and {len(rest)} more lines with {exposed} exposed")
-    return "\n".join([*parts, *buckets(line, top), "", verdict(line)])
+    return "\n".join([*parts, *_buckets(line, top), "", verdict(line)])
 
 
 def _summary(line: Timeline) -> list[str]:
@@ -115,3 +117,21 @@ def _cells(row: Row, found: list[Row]) -> tuple[str, ...]:
         bar.ljust(BAR),
         row.source,
     )
+
+
+def _buckets(line: Timeline, top: int) -> list[str]:
+    """Of each gradient bucket: when it is under way, and the parameters in it."""
+    times = {span.collective: span for span in line.spans if span.stream != "compute"}
+    rows = []
+    for call in line.collectives:
+        found = BUCKET.fullmatch(call.module)
+        span = times.get(call.id)
+        if found is None or span is None:
+            continue
+        exposed = line.exposed_us.get(call.id, 0.0)
+        shown = tuple(map(show_us, (span.start_us, span.end_us, exposed)))
+        rows.append((found[1], show_bytes(call.bytes), *shown, found[2]))
+    if not rows:
+        return []
+    more = [f"... and {len(rows) - top} more buckets"] if len(rows) > top else []
+    return ["", *table([BUCKET_HEAD, *rows[:top]], ">>>>><"), *more]
