@@ -231,7 +231,8 @@ def grown(
     products over rows be summed chunk by chunk? That rounds once more for each chunk."""
     growth = Growth(graph_module, us, chunks, reach)
     blocks = growth.grow()
-    found, inside = [], {}
+    found: list[Split] = []
+    inside: dict[Node, tuple[int, int]] = {}
     for members in _connected(growth.nodes, growth.of):
         k = growth.of[members[0]]
         started = [node.name for node in members if is_start(node)]
