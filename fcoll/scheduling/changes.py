@@ -8,8 +8,10 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
 
 from fcoll.costs.machine import Machine
 from fcoll.scheduling import classic
@@ -181,9 +183,9 @@ class _Tool:
                 made = merged(given.graph_module, nodes, found)
                 yield packing, replace(given, graph_module=made, buckets=tuple(found), costs=costs)
 
-    def order(self, priced: Priced, name: str) -> list:
+    def order(self, priced: Priced, name: str) -> list[Node]:
         problem = priced.job.problem
-        order = range(problem.n)
+        order: Sequence[int] = range(problem.n)
         if name == EARLY:
             order = classic.by_communication(problem, raise_comms=True)
         names = priced.job.names(classic.waits_late(problem, order, _NEVER))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -22,7 +23,8 @@ KEPT = 2  # instances of a run at each end
 PERIODS = 8  # lengths that are tried
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Run:
     """``count`` instances of ``period`` nodes each, from ``begin`` on."""
 
     begin: int

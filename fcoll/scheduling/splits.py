@@ -10,7 +10,7 @@ exposed, made, planned like any graph, and kept if the plan is faster (changes.p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import prod
 from typing import Any
@@ -231,29 +231,35 @@ def grown(
     products over rows be summed chunk by chunk? That rounds once more for each chunk."""
     growth = Growth(graph_module, us, chunks, reach)
     blocks = growth.grow()
-    found = []
+    found: list[Split] = []
+    inside: dict[Node, tuple[int, int]] = {}
     for members in _connected(growth.nodes, growth.of):
         k = growth.of[members[0]]
         started = [node.name for node in members if is_start(node)]
         if started and any(map(multiplies, members)):
             names = tuple(node.name for node in members)
             where = tuple(blocks[node] for node in members)
-            added = _sums(members, blocks, k) if sums else ()
-            found.append(Split(f"split_{started[0]}", k, names, where, tuple(started), added))
-    return found
+            found.append(Split(f"split_{started[0]}", k, names, where, tuple(started)))
+            inside.update((node, (k, blocks[node])) for node in members)
+    by_name = {node.name: node for node in inside} if sums else {}
+    return [
+        replace(split, sums=_sums([by_name[name] for name in split.members], inside))
+        if sums
+        else split
+        for split in found
+    ]
 
 
-def _sums(members: Sequence[Node], blocks: Mapping[Node, int], k: int) -> tuple[str, ...]:
-    """Products over rows of two members that are cut in the same places."""
-    inside = set(members)
+def _sums(members: Iterable[Node], inside: Mapping[Node, tuple[int, int]]) -> tuple[str, ...]:
+    """Products over rows of these and of nodes of any split that are cut in the same places."""
     found: dict[str, None] = {}
     for y in members:
         for node in y.users:
             x = summed_over(node)
-            if x is None or x not in inside or node in inside or node.args[1] is not y:
+            if x is None or node.args[1] is not y or node in inside or inside.get(x) != inside[y]:
                 continue
-            rows = [chunk_dim(shape_of(v), blocks[v], k) for v in (x, y)]
-            if rows == [0, 0] and blocks[x] == blocks[y]:
+            k, blocks = inside[y]
+            if [chunk_dim(shape_of(v), blocks, k) for v in (x, y)] == [0, 0]:
                 found[node.name] = None
     return tuple(found)
 
