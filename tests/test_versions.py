@@ -4,6 +4,7 @@ that is gone says so."""
 from __future__ import annotations
 
 import importlib
+import operator
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from test_layout import PACKAGES, files, names_in
 
+import fcoll
 from fcoll import imports
 
 ROOT = Path(__file__).parent.parent
@@ -162,3 +165,44 @@ def test_this_torch_has_the_private_names():
     names = private_names()
     assert len(names) > 250, len(names)
     assert sorted(name for name in names if not is_there(name)) == []
+
+
+# -- what a version adds ---
+
+WAITS = torch.ops._c10d_functional
+from_2_15 = pytest.mark.skipif(
+    not hasattr(WAITS, "wait_tensors"), reason="torch has wait_tensors from 2.15 on"
+)
+
+
+def waits_of(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if "wait" in str(node.target)]
+
+
+@from_2_15
+def test_a_wait_for_a_list_is_traced_as_one_for_each():
+    with fcoll.fake_world(tp=2) as mesh:
+        group = mesh.get_group().group_name
+
+        def step(x):
+            a, b = WAITS.wait_tensors(WAITS.all_reduce_coalesced([x, x + 1], "sum", group))
+            return a * b
+
+        trace = fcoll.trace(step, torch.ones(4))
+    assert waits_of(trace.graph_module.graph) == ["_c10d_functional.wait_tensor.default"] * 2
+
+
+@from_2_15
+def test_a_wait_for_a_list_is_compiled_as_one_for_each():
+    from inductor_ext.passes.normalize import normalize
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    both = graph.call_function(WAITS.wait_tensors.default, ([x, y],))
+    parts = [graph.call_function(operator.getitem, (both, i)) for i in (1, 0)]
+    graph.output(parts)
+    normalize(graph)
+    assert waits_of(graph) == ["_c10d_functional.wait_tensor.default"] * 2
+    (out,) = [node for node in graph.nodes if node.op == "output"]
+    assert [wait.args[0] for wait in out.args[0]] == [y, x]
+    graph.lint()
