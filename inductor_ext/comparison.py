@@ -49,7 +49,7 @@ def _how(node: torch.fx.Node) -> str:
 
 
 class Runs:
-    """Of a graph: generated code calls it when a run begins (0.1 us, but for the first time)."""
+    """Of a graph: generated code calls it when a run begins."""
 
     def __init__(self, card: str) -> None:
         self.card = card
