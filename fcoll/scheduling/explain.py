@@ -102,7 +102,7 @@ def _of_change(plan: Plan, name: str) -> str:
         if (instead := dict(reuse.nodes).get(name)) is not None:
             return f"{name}: left out, {instead} has its value\n{explain(plan, instead)}"
     for split in plan.splits:
-        if name in split.members:
+        if name in (*split.members, *split.sums):
             return _chunks(plan, split, name)
     for bucket in plan.buckets:
         if name in (*bucket.members, *bucket.waits):
@@ -143,6 +143,8 @@ def _last_wait(plan: Plan, start: Step) -> str:
 def _part_of(plan: Plan, name: str) -> str:
     for split in plan.splits:
         of, _, chunk = name.rpartition("_c")
+        if of in split.sums and chunk.isdigit():
+            return f"adds chunk {int(chunk) + 1} of {split.chunks} to {of}"
         if of in split.members and chunk.isdigit():
             return f"chunk {int(chunk) + 1} of {split.chunks} of {of}"
         if name in (f"{of}_whole" for of in split.members):

@@ -68,7 +68,8 @@ def schedule(
     ones, and the products around them, be run in chunks? ``reuse``: may one that has run before on
     the same data be left out, and the result kept? By default yes, but with {node name: us}, which
     says nothing of the nodes that come of it. With True these get prices that follow from the given
-    ones (changes.py), so that ``plan.order`` has nodes that the graph had not.
+    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits=True`` also
+    sums products over rows (``x.t() @ y``) chunk by chunk, which rounds once more a chunk.
     ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones

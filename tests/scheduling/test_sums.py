@@ -49,6 +49,7 @@ def test_only_where_splits_are_asked_for(tmp_path):
         plan = fcoll.schedule(graph, SLOW, memory_cap=None, splits=True)
         assert any(split.sums for split in plan.splits)
         same_values(graph, plan.apply(), 4)
+        assert "adds chunk 2 of" in plan.explain("mm_6_c1") and "mm_6_c0" in plan.explain("mm_6")
         plan.save(tmp_path / "plan.json")
         again = Plan.load(tmp_path / "plan.json", graph)
         assert again.digest == plan.digest
