@@ -83,7 +83,8 @@ def like(node: Node) -> Any:
     """Equal of calls that are alike: the same op, sizes and other arguments."""
     val = node.meta.get("val")
     literals = repr(map_arg((node.args, node.kwargs), lambda x: None))
-    return (node.target, literals, getattr(val, "shape", None), getattr(val, "dtype", None))
+    # as text: sizes may be symbols, which have no hash
+    return (node.target, literals, str(getattr(val, "shape", None)), getattr(val, "dtype", None))
 
 
 def runs(kinds: Sequence[Any]) -> list[Run]:

@@ -6,7 +6,10 @@ import random
 
 import pytest
 import row_programs as rows
+import torch
+import torch.distributed._functional_collectives as funcol
 from test_splits import SLOW, same_values, starts_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 from fcoll.scheduling.repeats import KEPT, fewer_layers, like, runs
@@ -68,3 +71,18 @@ def test_every_layer_is_changed_and_the_values_are_the_same():
         assert plan.makespan_us < plan.original_us
         assert sum(len(split.collectives) for split in plan.splits) >= 20
         same_values(graph, plan.apply(), 2)
+
+
+def test_graphs_with_symbols_for_sizes_are_planned():
+    def program(x):
+        for _ in range(6):
+            y = funcol.all_reduce(x * 2, "sum", group)
+            x = y @ y.t() @ x
+        return x
+
+    with fcoll.fake_world(tp=2) as mesh:
+        group = mesh.get_group("tp")
+        graph = make_fx(program, tracing_mode="symbolic")(torch.randn(6, 4))
+        assert fewer_layers(graph) is not None
+        plan = fcoll.schedule(graph, machine="h100")
+        assert plan.makespan_us <= plan.original_us
