@@ -18,6 +18,8 @@ from fcoll.simulation.baton import Rank, this_rank
 class SimulatedWork(dist.Work):
     """What a rank waits for, and can say so (``Awaited``)."""
 
+    timeout: Any = None  # from torch 2.15 on a property of dist.Work, which cannot be set
+
     def __init__(self, rank: Rank, call: Any, outs: Any) -> None:
         super().__init__()
         self.rank = rank
