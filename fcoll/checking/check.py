@@ -135,20 +135,17 @@ def check(
     if values:
         check_size(axes)
     board = Board(build, axes, mode, given or {})
-    if ranks is None and size > EVERY_RANK_UP_TO:
-        kinds = find_kinds(board, _program, tell)
-        traced = kinds.traced
-        programs, complete = _to_prove(kinds, size)
-    else:
-        chosen = range(size) if ranks in (None, "all") else sorted(set(map(int, ranks)))  # type: ignore[arg-type]
-        traced = programs = _trace(board, _within(chosen, size), tell)
-        complete = len(traced) == size
+    traced, programs, complete = _traced(board, ranks, size, tell)
+    if mode == "joint" and len({p.own_backward for p in traced.values()}) > 1:
+        # Some ranks run a backward pass: those that do not have forgotten it, and get none.
+        board.mode = "forward"
+        traced, programs, complete = _traced(board, ranks, size, tell)
     known = Known(programs)
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
     no_deadlock(programs)
     traces = itertools.chain.from_iterable(p.notes for p in traced.values())
-    ran = run_on_ranks(build, axes, mode, progress) if values else Ran()
+    ran = run_on_ranks(build, axes, board.mode, progress) if values else Ran()
     return Checked(
         mesh=axes,
         ranks_traced=tuple(sorted(traced)),
@@ -162,6 +159,18 @@ def check(
         values=ran.ranks,
         all_ranks=complete,
     )
+
+
+def _traced(
+    board: Board, ranks: Iterable[int] | str | None, size: int, tell: Progress
+) -> tuple[dict[int, Program], dict[int, Program], bool]:
+    """The programs that were traced, those to prove it for, and whether these are all ranks."""
+    if ranks is None and size > EVERY_RANK_UP_TO:
+        kinds = find_kinds(board, _program, tell)
+        return kinds.traced, *_to_prove(kinds, size)
+    chosen = range(size) if ranks in (None, "all") else sorted(set(map(int, ranks)))  # type: ignore[arg-type]
+    programs = _trace(board, _within(chosen, size), tell)
+    return programs, programs, len(programs) == size
 
 
 def _within(ranks: Iterable[int], size: int) -> list[int]:
@@ -229,6 +238,7 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
         tuple(_findings(traced)),
         origins_of(traced.graph_module.graph, calls, rank),
         traced.notes,
+        traced.own_backward,
     )
 
 

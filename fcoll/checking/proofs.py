@@ -44,6 +44,7 @@ class Program:
     findings: tuple[Any, ...]
     origins: Origins = field(default_factory=Origins)  # of sizes that only a run knows
     notes: tuple[str, ...] = ()  # of its trace
+    own_backward: bool = False  # does the step run a backward pass itself?
 
     def transfers(self) -> Iterator[Transfer]:
         return itertools.chain.from_iterable(transfers_of(c, self.rank) for c in self.calls)

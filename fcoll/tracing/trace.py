@@ -55,6 +55,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     taken: Mapping[str, int] = {}  # the values of sizes that were given by take()
     layouts: tuple[dict[str, str], ...] = ()  # a card of each layout of sharded tensors in it
+    own_backward: bool = False  # did the step run a backward pass itself?
 
     def __init__(
         self,
@@ -280,6 +281,7 @@ class _Step:
     found: Found
     caller: FrameType
     compiled_modules: list[torch.nn.Module] | None = None  # where torch cannot compile the whole
+    own_backward: bool = False  # of the last run
 
     @cached_property
     def fake(self) -> Any:
@@ -331,6 +333,7 @@ class _Step:
         made = Trace(graph_module, collectives, rank, current_axes())
         made.notes = tuple(dict.fromkeys(recorder.notes))
         made.layouts = _distinct([*self._layouts_given(), *values.layouts])
+        made.own_backward = self.own_backward
         return made
 
     def _call(self, args: Any, kwargs: Any, recorder: Recorder) -> Any:
@@ -338,7 +341,8 @@ class _Step:
         around = _torch.around_backward(recorder.runs_backward)
         with around, recorder.listening(), self._compiled(recorder) as step:
             out = step(*args, **kwargs)
-            if self.mode != "forward" and not recorder.ran_backward:
+            self.own_backward = recorder.ran_backward
+            if self.mode != "forward" and not self.own_backward:
                 backward_of(out)
         return out
 
