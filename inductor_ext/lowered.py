@@ -44,9 +44,10 @@ def note(node: torch.fx.Node) -> str:
     row, choice = row_of(node.target), choice_of(node) or Choice()
     x = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else torch.empty(0)
     size = x.numel() * x.element_size()
+    group = arguments(node).get("group_name")
     facts = Lowered(
         op=row.name if row else str(node.target),
-        group=arguments(node).get("group_name") or "",
+        group=group if isinstance(group, str) else "",  # a group may be a value of the graph
         shape=tuple(s if isinstance(s, int) else str(s) for s in x.shape),
         dtype=str(x.dtype).removeprefix("torch."),
         bytes=size if isinstance(size, int) else None,

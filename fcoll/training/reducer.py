@@ -338,7 +338,8 @@ class Reducer(Settings):
                 else:
                     bucket.work = self._run_hook(self._grad_bucket(index, bucket))
         except (RuntimeError, FcollError) as error:
-            self._fail(error, index)
+            under_way = [i for i in range(index) if self._buckets[i].work is not None]
+            self._fail(error, [index, *under_way])
 
     def _run_hook(self, bucket: GradBucket) -> Any:
         assert self._hook is not None
@@ -385,7 +386,7 @@ class Reducer(Settings):
                     if not self._optimizes and not (own and self.arrivals.give_back(index)):
                         bucket.spread(result, self.shares, keep)
             except (RuntimeError, FcollError) as error:
-                self._fail(error, index)
+                self._fail(error, [index])
         for future in self._futures:
             future.wait()
         self._futures = ()

@@ -124,11 +124,11 @@ class Settings:
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception, bucket: int | None = None) -> None:
-        """Raise, after telling the logger; of a bucket that failed, with its parameters."""
-        if bucket is not None and error.args:
-            names = [self.names[i] for i in self.indices[bucket]]
-            text = explain.of_bucket(bucket, len(self.indices), names)
+    def _fail(self, error: Exception, buckets: Sequence[int] = ()) -> None:
+        """Raise, after telling the logger; of buckets that may have failed, with parameters."""
+        if buckets and error.args:
+            names = [[self.names[i] for i in indices] for indices in self.indices]
+            text = explain.of_bucket(buckets, names)
             error.args = (f"{error.args[0]}\n{text}.", *error.args[1:])
         logger = self._logger()
         if logger is not None:

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from fcoll.cli import main
+import fcoll
+from fcoll.cli import demos, main
 from fcoll.cli import programs as target
 from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
-from fcoll.errors import BadTarget
+from fcoll.errors import BadTarget, UnusedAxis
 from fcoll.profiling import calibrate
 
 PROGRAM = """
@@ -207,6 +208,8 @@ def test_scale_keeps_the_points_that_are_done(fcoll_):
 def test_scale_along_an_axis_that_the_program_does_not_know(fcoll_):
     code, _, err = fcoll_("scale", "--demo", "tiny", "--axis", "td=2,4", "-q")
     assert code == FAILED and "nothing runs along the axis 'td'" in err
+    with pytest.raises(UnusedAxis, match="nothing runs along the axis 'td'"):
+        fcoll.scale(demos.DEMOS["tiny"], "td", [2, 4])
 
 
 @pytest.mark.parametrize("key", ["u0", "train_it.py:{line}"])

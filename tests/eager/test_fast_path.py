@@ -92,7 +92,7 @@ def both_ways(rank):
             assert a.dtype == b.dtype and torch.equal(a, b), (name, args, a, b)
         made.add(name)
     of_graphs = {"claim", "meet", "announce", "collect", "meet_and_reduce"}
-    of_reducers = {"Arrivals", "give_back"}
+    of_reducers = {"Arrivals", "Recorded"}
     others = {
         "wait_tensor",
         "set_callbacks",

@@ -348,7 +348,15 @@ def test_a_timeout_says_where_the_rank_is():
         fcoll.simulate_ranks(program, 2, timeout=0.2)
 
 
-def test_an_interrupt_ends_ranks_that_pass_the_baton_on(capfd):
+@pytest.fixture
+def interrupts():
+    """As in a terminal: what a shell starts in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_ranks_that_pass_the_baton_on(interrupts, capfd):
     """Whoever has it when the interrupt arrives; none prints a traceback or is left."""
 
     def program(rank):

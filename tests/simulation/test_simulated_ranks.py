@@ -157,7 +157,7 @@ def test_a_loop_ends_with_the_timeout():
         while rank == 1:
             time.perf_counter()
 
-    with pytest.raises(RanksTimeout, match=r"did not end in 0\.2 s: rank 1 was running"):
+    with pytest.raises(RanksTimeout, match=r"did not end in 0\.2 s.*: rank 1 was running, at"):
         fcoll.simulate_ranks(fn, 2, timeout=0.2)
     assert not any(t.name.startswith("rank ") for t in threading.enumerate())
     assert fcoll.simulate_ranks(total, 2) == [[1.0, 1.0]] * 2

@@ -22,7 +22,7 @@ template <class T, class F, class G>
 void reduce_same(T* out, const T* const* p, int n, size_t count, F f, G last) {
   const T *a = p[0], *b = n > 1 ? p[1] : nullptr;
   if (n == 1) {
-    std::memmove(out, a, count * sizeof(T));
+    if (count) std::memmove(out, a, count * sizeof(T));  // of nothing the pointers may be null
   } else if (n == 2) {
 #pragma GCC ivdep
     for (size_t i = 0; i < count; i++) out[i] = last(f(a[i], b[i]));
