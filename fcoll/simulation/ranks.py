@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from fcoll.simulation.session import RankKilled, Session
 from fcoll.simulation.settings import Settings
 from fcoll.source import is_library, show
 
+SLICE_S = 0.2  # of a wait for all ranks
 CALL_S = 0.1  # for a rank to make its next call, in which it ends
 GRACE_S = 2.0  # for ranks to unwind after a timeout or an interrupt
 
@@ -141,7 +143,7 @@ def _wait(session: Session, timeout: float | None) -> None:
     baton = session.baton
     try:
         baton.start()
-        if not baton.all_ended.wait(timeout):
+        if not _ended(baton.all_ended, timeout):
             running = baton.running
             who = "no rank" if running is None else f"rank {running.number}"
             there = "" if running is None else _line_in(running)
@@ -151,6 +153,16 @@ def _wait(session: Session, timeout: float | None) -> None:
     except BaseException:  # Ctrl-C
         _interrupt(session)
         raise
+
+
+def _ended(event: threading.Event, timeout: float | None) -> bool:
+    """As event.wait(timeout), in slices: a signal that arrives just before the thread sleeps does
+    not wake it, so an interrupt is noticed at the end of one."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while not event.wait(SLICE_S if end is None else min(SLICE_S, end - time.monotonic())):
+        if end is not None and time.monotonic() >= end:
+            return False
+    return True
 
 
 def _line_in(rank: Rank) -> str:
