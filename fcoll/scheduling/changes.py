@@ -101,13 +101,15 @@ def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -
             made = with_splits(priced, choice, tool.machine, tool.read)
             yield from [made] if made is not None else []
 
-    for choice in found.choices[:1]:
+    # A sum by chunks holds more, and may not fit under a cap: the best one without sums, too.
+    best = dict.fromkeys(replace(c, sums=s) for c in found.choices[:1] for s in (c.sums, False))
+    for choice in best:
         yield from split(base, choice)
     for less in tool.reused(base, budget) if found.reuse else ():
         yield less
         for choice in found.choices[:1]:
             yield from split(less, choice)
-    for choice in found.choices[:1]:
+    for choice in best:
         yield from where_room_is(base, choice, tool.machine, tool.read, budget)
     every = dict.fromkeys(replace(c, hidden=h) for c in found.choices for h in (False, True))
     if budget.nodes > REFINED * len(module.graph.nodes):
