@@ -101,8 +101,7 @@ def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -
             made = with_splits(priced, choice, tool.machine, tool.read)
             yield from [made] if made is not None else []
 
-    # A sum by chunks holds more, and may not fit under a cap: the best one without sums, too.
-    best = dict.fromkeys(replace(c, sums=s) for c in found.choices[:1] for s in (c.sums, False))
+    best = _with_and_without_sums(found.choices[:1])
     for choice in best:
         yield from split(base, choice)
     for less in tool.reused(base, budget) if found.reuse else ():
@@ -118,6 +117,11 @@ def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -
         for choice in every:
             if choice != found.choices[0]:
                 yield from split(base, choice)
+
+
+def _with_and_without_sums(choices: list[Choice]) -> list[Choice]:
+    """Sums by chunks hold more, and may not fit under a cap."""
+    return list(dict.fromkeys(replace(c, sums=sums) for c in choices for sums in (c.sums, False)))
 
 
 @dataclass
