@@ -137,3 +137,13 @@ def test_public_classes_can_be_pickled():
         value = getattr(fcoll, name)
         if isinstance(value, type) or inspect.isfunction(value):
             assert pickle.loads(pickle.dumps(value)) is value, name
+
+
+@pytest.mark.parametrize("package", ["fcoll", "inductor_ext"])
+def test_dir_shows_public_names_only(package):
+    """What an editor proposes after the dot, also once the modules behind the names are there."""
+    run(
+        f"import {package} as package, fcoll\nfcoll.all_reduce\n"
+        "shown = {name for name in dir(package) if not name.startswith('__')}\n"
+        "assert shown == set(package.__all__) - {'__version__'}, shown ^ set(package.__all__)"
+    )
