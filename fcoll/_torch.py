@@ -231,6 +231,11 @@ def ordinary(x: torch.Tensor) -> bool:
     )
 
 
+def unobserved() -> bool:
+    """Is there no mode and no profiler that wants to see which ops are called?"""
+    return _modes() == 0 and _function_modes() == 0 and not _profiling()
+
+
 def plain(x: torch.Tensor) -> bool:
     """Is x ordinary, and autograd has no part in it?"""
     return ordinary(x) and not (x.requires_grad and torch.is_grad_enabled())

@@ -7,6 +7,7 @@ traced        Dynamo records the program                   ``start``, by ``is_co
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
               to have shared memory                        is refused, the extension at the rest
 direct        tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
+stacked       tensors of ranks in ``fcoll.simulate``       ``stacked_ways``, asked by ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
               transforms, the profiler
 ============  ===========================================  =======================================
@@ -19,6 +20,7 @@ a group has shared memory is found out once, at its first collective; ``shared_m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +35,11 @@ from fcoll.eager.ops import function_of
 from fcoll.errors import FcollError, from_native
 from fcoll.groups import GroupLike, group_name
 from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.row import Collective
 from fcoll.transport.shared_memory import refused
+
+#: What a batched simulation adds: runs a call on stacked ranks, or returns NotImplemented.
+stacked_ways: list[Callable[[Collective, tuple[Any, ...]], Any]] = []
 
 
 def is_refused(group: GroupLike) -> bool:
@@ -75,6 +81,9 @@ def start_eager(name: str, *args: Any) -> Any:
             return direct.run(row, args)
         with _torch.single_level_functions():
             return function_of(name).apply(args, {}, x)[0]
+    for way in stacked_ways:
+        if (out := way(row, args)) is not NotImplemented:
+            return out
     return getattr(torch.ops.fcoll, name)(*args)
 
 

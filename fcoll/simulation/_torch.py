@@ -107,6 +107,25 @@ def caller_is(code: Any, depth: int) -> bool:
     return sys._getframe(depth + 1).f_code is code
 
 
+def traced_twin(name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A group of this name, which is not registered, whose calls are ops that a trace sees."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    twin = dist.ProcessGroup(dist.HashStore(), rank, size)
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    twin._set_default_backend(custom)
+    backend = FakeProcessGroup._create_internal(rank, size)
+    twin._register_backend(torch.device("cpu"), custom, backend)
+    twin._set_group_name(name)
+    return twin
+
+
+def is_traced() -> bool:
+    """Does a trace (fcoll/tracing) see the ops that this thread calls?"""
+    stack = private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+    return any(getattr(mode, "traces_calls", False) for mode in stack())
+
+
 def is_faking() -> bool:
     """Does this thread run on fake tensors, as a trace does?"""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -6,7 +6,8 @@ DDP's reducer) calls the methods that pybind lets Python override, torch.distrib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -115,6 +116,10 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"SimulatedGroup(rank {self.me} of {list(self.channel.ranks)})"
+
+    @functools.cached_property
+    def twin(self) -> dist.ProcessGroup:
+        return _torch.traced_twin(self.channel.name, self.me, self.n)
 
     # -- calls ---
 
@@ -324,14 +329,43 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
-    """Ranks exchange values: a call that is traced, or of meta tensors, would be made in earnest
-    and give nothing."""
+    """Ranks exchange values: a call of fake or meta tensors would be made in earnest and give
+    nothing."""
     if _torch.is_faking() or any(x.is_meta for x in tensors):
-        hint = (
-            "Simulated ranks exchange real tensors. To trace calls of torch.distributed, use "
-            "fcoll.fake_world outside simulate_ranks; fcoll's and functional ones are traced here."
-        )
+        hint = "Simulated ranks exchange real tensors. fcoll.trace shows what a step would issue."
         raise NoValues(what=f"{op} of fake or meta tensors", hint=hint)
+
+
+# -- a trace: nothing is exchanged, and what is called passes as an op of c10d ---
+
+
+def _or_traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        if _torch.is_faking() and _torch.is_traced():
+            self._check_owner(name)
+            return getattr(self.twin, name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+TRACED = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allgather_coalesced"),
+    *("alltoall", "alltoall_base", "barrier", "send", "recv"),
+)
+# By the names that newer versions of torch call them by
+_ALIASES = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+for _name, _of in (*((name, name) for name in TRACED), *_ALIASES.items()):
+    setattr(SimulatedGroup, _name, _or_traced(_of, vars(SimulatedGroup)[_name]))
 
 
 def _plain(tensors: Any) -> list[Tensor]:

@@ -53,11 +53,19 @@ def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) ->
     return stacks.mean_or_sum(G_W, args, groups)
 
 
+def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+    if isinstance(groups, Partition) and args.get("grad") != "identity":
+        total = stacks.sums_on_all(args["reduce_op"], x_W, groups)
+        if total is not None:
+            return total
+    return _any_stacked_all_reduce(x_W, args, groups)
+
+
 @stacks.even
 @stacks.linear(
     _transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity"
 )
-def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+def _any_stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args.get("grad", "sum") == "identity":
         return stacks.OwnGradient.apply(x_W, args["reduce_op"], groups)
     return groups.spread(stacks.reduced(args["reduce_op"], x_W, groups))

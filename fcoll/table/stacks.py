@@ -245,6 +245,49 @@ def _summed(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
     return total if wide is dtype else total.to(dtype)
 
 
+def sums_on_all(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor | None:
+    """``groups.spread(reduced(...))`` of a sum or mean of ordinary tensors, in a few ops; None for
+    others, and where one group's ranks share a result that is differentiated."""
+    dtype = x_W.dtype
+    if not (
+        groups.sums_at_once
+        and (reduce_op == "sum" or reduce_op == "avg")
+        and (dtype.is_floating_point or dtype.is_complex)
+        and x_W.is_cpu
+        and _torch.ordinary(x_W)
+    ):
+        return None
+    if not (x_W.requires_grad and torch.is_grad_enabled()):
+        return _summed_on_all(x_W, reduce_op, groups)
+    return None if len(groups.groups) == 1 else _SummedOnAll.apply(x_W, reduce_op, groups)
+
+
+def _summed_on_all(x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:
+    dtype = x_W.dtype
+    wide = accumulator(dtype)
+    zero = complex(-0.0, -0.0) if dtype.is_complex else -0.0
+    total = groups.summed_on_all(x_W if wide is dtype else x_W.to(wide), zero)
+    if reduce_op == "avg":
+        total = total / groups.n
+    return total if wide is dtype else total.to(dtype)
+
+
+class _SummedOnAll(torch.autograd.Function):
+    """Its gradient is the sum of the ranks' gradients, in rank order, as on real ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]
+        ctx.reduce_op, ctx.groups = reduce_op, groups
+        return _summed_on_all(x_W, reduce_op, groups)
+
+    @staticmethod
+    def backward(ctx: Any, G_W: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        total = sums_on_all("sum", G_W, ctx.groups)
+        if total is None:
+            total = ctx.groups.spread(reduced("sum", G_W, ctx.groups))
+        return mean_or_sum(total, {"reduce_op": ctx.reduce_op}, ctx.groups), None, None
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]

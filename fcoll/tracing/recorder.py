@@ -43,6 +43,8 @@ class Recorder(_torch.TorchDispatchMode):
     are, so the order of the nodes is part of the graph's meaning.
     """
 
+    traces_calls = True  # groups of simulated ranks ask for it
+
     def __init__(
         self, names: dict[int, str], modules: dict[Any, str], outermost: FrameType, fake: Any
     ) -> None:

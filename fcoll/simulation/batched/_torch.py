@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -30,8 +31,11 @@ get_interpreter_stack, peek_interpreter_stack = private_names(
 pop_dynamic_layer_stack, push_dynamic_layer_stack = private_names(
     "torch._C._functorch", "pop_dynamic_layer_stack", "push_dynamic_layer_stack"
 )
-lazy_load_decompositions, vmap_increment_nesting = private_names(
-    "torch._functorch.vmap", "lazy_load_decompositions", "vmap_increment_nesting"
+_vmap_increment_nesting, _vmap_decrement_nesting = private_names(
+    "torch._C._functorch", "_vmap_increment_nesting", "_vmap_decrement_nesting"
+)
+lazy_load_decompositions = functools.cache(
+    private("torch._functorch.vmap", "lazy_load_decompositions")
 )
 
 # -- levels of vmap ---
@@ -42,6 +46,12 @@ add_rank_dim = _add_batch_dim
 def current_level() -> int:
     """The number of the innermost transform that is active, counted from 1."""
     return peek_interpreter_stack().level()
+
+
+def level_or_none() -> int | None:
+    """The same, or None if there is none."""
+    top = peek_interpreter_stack()
+    return None if top is None else top.level()
 
 
 def depth() -> int:
@@ -166,9 +176,12 @@ def mapped(
     """torch.func.vmap of a function of tensors alone, without its search through nested
     arguments: of a small step that takes a tenth of the time."""
     lazy_load_decompositions()
-    with vmap_increment_nesting(size, randomness) as level:
+    level = _vmap_increment_nesting(size, randomness)
+    try:
         ranks = [_add_batch_dim(x, d % x.dim(), level) for x, d in zip(xs, dims, strict=True)]
         return [_remove_batch_dim(y, level, size, 0) for y in fn(*ranks)]
+    finally:
+        _vmap_decrement_nesting()
 
 
 # -- the world that a simulated program sees ---
@@ -185,6 +198,7 @@ class World:
         self.group_names, self.axes, self.device = names, axes, device
         self.mesh: DeviceMesh | None = None
         self.tables: dict[str, dict[Any, Any]] = {}
+        self.copies: dict[str, Any] = {}  # of the tables, for the program to write to
 
     def make(self) -> DeviceMesh:
         """The mesh, made if it is not yet."""
@@ -193,8 +207,7 @@ class World:
                 self.mesh = self._made()
                 self.tables = {t: getattr(c10d, t) for t in WORLD_TABLES}
                 self.default, self.count = c10d._world.default_pg, c10d._group_count
-            for pg, name in self.tables["_pg_names"].items():
-                c10d._register_process_group(name, pg)
+            _register(self.tables["_pg_names"])
             weakref.finalize(self, _unregister, dict(self.tables["_pg_names"]))
         return self.mesh
 
@@ -202,21 +215,27 @@ class World:
         """Put this world in the place of the one that is there; returns what undoes it."""
         self.make()
         world, here = c10d._world, vars(c10d)
-        before = {t: here[t] for t in (*WORLD_TABLES, "_group_count")}
+        before = {t: here[t] for t in _CHANGED}
         default, state = world.default_pg, dict(vars(world))
         _unregister(before["_pg_names"])
-        here.update({t: dict(table) for t, table in self.tables.items()}, _group_count=self.count)
+        tables = self.copies or {t: dict(table) for t, table in self.tables.items()}
+        tables["_group_count"] = self.count
+        self.copies = {}  # not for a simulation inside this one
+        here.update(tables)
         world._pg_coalesce_state, world._comms = {}, []
         c10d._update_default_pg(self.default)
 
         def leave() -> None:
-            mine = self.tables["_pg_names"]
-            _unregister({pg: n for pg, n in here["_pg_names"].items() if pg not in mine})
+            mine, names = self.tables["_pg_names"], here["_pg_names"]
+            if names.keys() == mine.keys():
+                self.copies = tables  # no group was made or destroyed
+            else:
+                _unregister({pg: n for pg, n in names.items() if pg not in mine})
+                _register({pg: n for pg, n in mine.items() if pg not in names})
             here.update(before)
             c10d._update_default_pg(default)
             vars(world).update(state)
-            for pg, name in before["_pg_names"].items():
-                c10d._register_process_group(name, pg)
+            _register(before["_pg_names"])
 
         return leave
 
@@ -232,6 +251,14 @@ class World:
                 everyone if whole else fake_group(mine, 0, self.group_names[axis], f"mesh_{axis}")
             )
         return mesh_of_groups(ranks, tuple(self.axes), groups, self.device)
+
+
+_CHANGED = (*WORLD_TABLES, "_group_count")
+
+
+def _register(names: dict[dist.ProcessGroup, str]) -> None:
+    for pg, name in names.items():
+        c10d._register_process_group(name, pg)
 
 
 def _unregister(names: dict[dist.ProcessGroup, str]) -> None:
@@ -258,41 +285,67 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
 # -- what asks for the rank, which is another on each ---
 
 
-def patch(
-    rank_of: Callable[[Any], Any], saw_mesh: Callable[[DeviceMesh], None]
-) -> Callable[[], None]:
-    """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank;
-    returns what undoes it."""
+class Patch:
+    """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank, and
+    torch's functional collectives take the short way (``short``: by name, given torch's own)."""
 
-    def local_rank(self: DeviceMesh, mesh_dim: Any = None) -> Any:
-        return rank_of(self if mesh_dim is None else (self, mesh_dim))
+    def __init__(
+        self,
+        rank_of: Callable[[Any], Any],
+        saw_mesh: Callable[[DeviceMesh], None],
+        short: dict[str, Callable[..., Any]],
+    ) -> None:
+        def local_rank(self: DeviceMesh, mesh_dim: Any = None) -> Any:
+            return rank_of(self if mesh_dim is None else (self, mesh_dim))
 
-    def coordinate(self: DeviceMesh) -> Any:
-        return [rank_of((self, i)) for i in range(self.ndim)]
+        def coordinate(self: DeviceMesh) -> Any:
+            return [rank_of((self, i)) for i in range(self.ndim)]
 
-    changes: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (dist, "get_rank", lambda group=None: rank_of(group)),
-        (DeviceMesh, "get_rank", lambda self: rank_of(None)),
-        (DeviceMesh, "get_local_rank", local_rank),
-        (DeviceMesh, "get_coordinate", coordinate),
-        (dist.ProcessGroup, "rank", rank_of),
-    )
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
-    made = vars(DeviceMesh)["__init__"]
+        def seen(made: Callable[..., None]) -> Callable[..., None]:
+            def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+                made(self, *args, **kwargs)
+                saw_mesh(self)
 
-    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        saw_mesh(self)
+            return init
 
-    for owner, name, ask in changes:
-        setattr(owner, name, _for_users(ask, getattr(owner, name)))
-    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+        def for_users(ask: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda original: _for_users(ask, original)
 
-    def undo() -> None:
-        for owner, name, old in (*before, (DeviceMesh, "__init__", made)):
-            setattr(owner, name, old)
+        self.changes: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (dist, "get_rank", for_users(lambda group=None: rank_of(group))),
+            (DeviceMesh, "get_rank", for_users(lambda self: rank_of(None))),
+            (DeviceMesh, "get_local_rank", for_users(local_rank)),
+            (DeviceMesh, "get_coordinate", for_users(coordinate)),
+            (dist.ProcessGroup, "rank", for_users(rank_of)),
+            (DeviceMesh, "__init__", seen),
+        )
+        self.short = short
+        self._made: dict[Any, Any] = {}  # (owner, name) -> torch's own, and what it becomes
 
-    return undo
+    def apply(self) -> Callable[[], None]:
+        """Returns what undoes it."""
+        changes = self.changes
+        if functional := sys.modules.get(_FUNCTIONAL):
+            changes += tuple((functional, name, make) for name, make in self.short.items())
+        before = []
+        for owner, name, make in changes:
+            old = vars(owner)[name]
+            before.append((owner, name, old))
+            known, new = self._made.get((owner, name), (None, None))
+            if known is not old:  # else made already, when it was called last
+                new = make(getattr(owner, name))
+                self._made[owner, name] = old, new
+            setattr(owner, name, new)
+
+        def undo() -> None:
+            for owner, name, old in before:
+                setattr(owner, name, old)
+
+        return undo
+
+
+# The module of torch's functional collectives, if anyone has imported it.
+_FUNCTIONAL = "torch.distributed._functional_collectives"
 
 
 def _for_users(ask: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

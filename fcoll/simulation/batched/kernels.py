@@ -68,7 +68,7 @@ def _kernel(row: Collective, namespace: str, name: str) -> Callable[..., Any]:
         stage = stage_of(group)
         if stage is None or _torch.current_level() != (level := _level_of(stage)):
             return passed_on(args, kwargs)
-        return _run(row, _prepared(stage, row, group, args, kwargs), level, args, kwargs)
+        return run(row, prepared(stage, row, group, args, kwargs), level, args, kwargs)
 
     return wait if row.is_wait else kernel
 
@@ -86,7 +86,7 @@ def _level_of(stage: Stage) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A call that was checked: arguments that are no tensors, by name, and the groups."""
 
     named: dict[str, Any]
@@ -94,9 +94,9 @@ class _Prepared:
     world: int
 
 
-def _prepared(
+def prepared(
     stage: Stage, row: Collective, group: str | None, args: Any, kwargs: dict[str, Any]
-) -> _Prepared:
+) -> Prepared:
     """Checked, once for all calls with arguments that look the same: it takes 30 us."""
     x = args[0] if args else None
     if kwargs or not isinstance(x, Tensor) or not stage.knows(group):
@@ -119,7 +119,7 @@ _MOST = 1024
 
 def _checked(
     stage: Stage, row: Collective, group: str | None, args: Any, kwargs: dict[str, Any]
-) -> _Prepared:
+) -> Prepared:
     if row.stacked is None:
         why = f"the row {row.name!r} has no `stacked` rule"
         hint = "Give it one (fcoll/table has many), or use fcoll.simulate_ranks."
@@ -130,10 +130,10 @@ def _checked(
     out = {"out": named["out"]} if row.has_out else {}
     row.check(*(x for name, x in named.items() if name not in out), **out)
     kept = {a.name: named[a.name] for a in row.arguments if not a.is_tensor and a.name in named}
-    return _Prepared(kept, stage.partition(named["group_name"]), stage.size)
+    return Prepared(kept, stage.partition(named["group_name"]), stage.size)
 
 
-def _run(row: Collective, call: _Prepared, level: int, args: Any, kwargs: dict[str, Any]) -> Any:
+def run(row: Collective, call: Prepared, level: int, args: Any, kwargs: dict[str, Any]) -> Any:
     assert row.stacked is not None
     W = call.world
     with _torch.below():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 from fcoll.errors import FcollError, NotInBatch
@@ -39,21 +37,14 @@ _KNOWN = (
 )
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Errors that come from running ranks as a batch, as NotInBatch; all others as they are."""
-    try:
-        yield
-    except FcollError:
-        raise
-    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-        found = _explained(error)
-        if found is None:
-            raise
-        raise found from error
+#: The errors of torch's that may come from running ranks as a batch.
+CAUGHT = (RuntimeError, ValueError, NotImplementedError, TypeError)
 
 
-def _explained(error: Exception) -> NotInBatch | None:
+def explained(error: Exception) -> NotInBatch | None:
+    """An error that comes from running ranks as a batch, in words of ranks; None of any other."""
+    if isinstance(error, FcollError):
+        return None
     message = str(error)
     for pattern, why, hint in _KNOWN:
         if re.search(pattern, message):

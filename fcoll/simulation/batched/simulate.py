@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fcoll.errors import BadMesh
 from fcoll.simulation.batched import _torch, kernels, traced
+from fcoll.simulation.batched import shortcuts as _shortcuts  # noqa: F401  stages look for them
 from fcoll.simulation.batched.arguments import Given, only_tensors
-from fcoll.simulation.batched.refusals import explained
+from fcoll.simulation.batched.refusals import CAUGHT, explained
 from fcoll.simulation.batched.stage import Stage
 
 Fn = Callable[..., Any]
@@ -78,8 +79,12 @@ class Simulated:
         if is_compiling():
             return traced.call(self, args, kwargs)
         kernels.teach()
-        with self.stage.entered(), explained():
-            return self.mapped(args, kwargs, self.stage.size)
+        try:
+            return self.stage.run(self.mapped, args, kwargs, self.stage.size)
+        except CAUGHT as error:
+            if (found := explained(error)) is None:
+                raise
+            raise found from error
 
     def mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """fn, vmapped over the ranks. Inside the stage only."""

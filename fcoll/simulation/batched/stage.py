@@ -6,8 +6,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -62,26 +61,29 @@ class Stage:
         with _one_thread:
             return self._world.make()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, this is the world of torch.distributed. At the end all is as it was."""
-        with _one_thread:
-            yield from self._entered()
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args) in this world of torch.distributed. At the end all is as it was.
 
-    def _entered(self) -> Iterator[None]:
-        leave = self._world.enter()
-        undo = _torch.patch(_rank_of, self._meshes.add)
+        No generator: two of them would take as long as all the rest."""
+        with _one_thread:
+            leave = self._world.enter()
+            try:
+                return self._run(fn, args)
+            finally:
+                leave()
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        undo = _patch.apply()
         level, self.level = self.level, _torch.depth() + 1
         active.append(self)
         groups.resolvers.append(self.group_name)
         try:
-            yield
+            return fn(*args)
         finally:
             groups.resolvers.pop()
             active.pop()
             self.level = level
             undo()
-            leave()
 
     # -- groups ---
 
@@ -188,6 +190,15 @@ def _forget(partitions: dict[str, Partition]) -> None:
 
 def _rank_of(group: Any) -> Any:
     return groups.rank_here(active[-1].group_name(group))
+
+
+def _saw_mesh(mesh: DeviceMesh) -> None:
+    active[-1]._meshes.add(mesh)
+
+
+#: name of a functional collective of torch's -> what makes its short way (shortcuts.py)
+short: dict[str, Callable[..., Any]] = {}
+_patch = _torch.Patch(_rank_of, _saw_mesh, short)
 
 
 def _position(mesh: DeviceMesh, names: list[Any], axis: Any) -> int:
