@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 NATIVE = ROOT / "fcoll" / "transport" / "native"
 TESTS = ROOT / "tests" / "transport" / "native"
 TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
-TORCH_FREE += ["shared_buffers", "kernels"]
+TORCH_FREE += ["shared_buffers", "shared_parts", "kernels"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
