@@ -63,6 +63,13 @@ void program(Group& g, uint64_t calls, uint64_t seed) {
     for (size_t i = 0; i < count; i++) at(p)[i] = value(g.rank(), i, k);
     under_way[p] = Sum{k, g.start_in_place(call, parts, p * PLACE * 8), count};
   }
+  for (uint64_t k = calls; k < calls + 2 * RING; k++) {  // nothing else: their slots are used again
+    size_t p = k % PLACES, count = PLACE;
+    end(p);
+    for (size_t i = 0; i < count; i++) at(p)[i] = value(g.rank(), i, k);
+    Call call = Call::all_reduce(count, Type::i64, Op::sum);
+    under_way[p] = Sum{k, g.start_in_place(call, parts, p * PLACE * 8), count};
+  }
   for (size_t p = 0; p < PLACES; p++) end(p);
   g.run(Call::barrier(), nullptr, nullptr);
 }
