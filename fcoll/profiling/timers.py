@@ -138,6 +138,7 @@ class Timers:
                     self._patch(stack, build.fast, row.name, self._of_fast(row))
             for name in COMPILED:
                 self._patch(stack, build.fast, name, self._of_graph)
+            self._patch(stack, build.fast, "sum_in_place", self._of_bucket)
             for name in ("wait_tensor", "collect"):
                 self._patch(stack, build.fast, name, self._of_wait)
         for name in COMPILED:  # as graphs with a C++ wrapper call them
@@ -183,6 +184,14 @@ class Timers:
 
     def _of_graph(self, run: Any) -> Any:
         return lambda *args: self._time(run, args, {}, _compiled, "compiled")
+
+    def _of_bucket(self, run: Any) -> Any:
+        """Around sum_in_place(memory, at, bucket, group's name)."""
+
+        def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
+            return "all_reduce", args[3], *_size(args[2:3], None)
+
+        return lambda *args: self._time(run, args, {}, describe, "fast")
 
     def _of_wait(self, run: Any) -> Any:
         return lambda *args: self._wait(run, args, {})

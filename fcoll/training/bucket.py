@@ -94,16 +94,21 @@ class DenseBucket:
             for p in self.params
         ]
         lengths = [p.numel() for p in self.params]
-        # not zeros: every gradient is written, or zeroed, before it is sent
-        self.buffer = torch.empty(sum(lengths), dtype=first.dtype, device=first.device)
         self.offsets = [0, *itertools.accumulate(lengths)][:-1]
-        self.views = self.views_of(self.buffer)
+        # not zeros: every gradient is written, or zeroed, before it is sent
+        self.lay_into(torch.empty(sum(lengths), dtype=first.dtype, device=first.device))
+        self.shared: Any = None  # its Place, if it is in memory that all ranks can map
         self.place = {i: k for k, i in enumerate(self.indices)}
         self.work: Any = None
 
     @property
     def bytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
+
+    def lay_into(self, buffer: Tensor) -> None:
+        """Have the gradients in this tensor."""
+        self.buffer = buffer
+        self.views = self.views_of(buffer)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of a flat tensor for each parameter, with the strides of its gradient."""
@@ -211,6 +216,7 @@ class SparseBucket:
         self.work: Any = None
         self.buffer = torch.empty(0, dtype=params[index].dtype, device=params[index].device)
         self.views = [None]
+        self.shared: Any = None
 
     @property
     def bytes(self) -> int:

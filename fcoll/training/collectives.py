@@ -61,7 +61,7 @@ class Collectives:
             wire = torch.view_as_real(x) if x.is_complex() and not x.is_sparse else x
             return Started(x, work=self.pg.allreduce([wire]))
         on_shared_memory = self._on_shared_memory(x)
-        recorded = self._recorded("all_reduce", x) if on_shared_memory else None
+        recorded = self.recorded("all_reduce", x) if on_shared_memory else None
         small = 0 < x.numel() * x.element_size() <= PUBLISHED
         if on_shared_memory and small and not at_once:
             return Started(x, functions.all_reduce(x, "sum", self.name), recorded=recorded)
@@ -72,7 +72,7 @@ class Collectives:
             return False
         return carrier_of(by_name(self.name or ""), x.device) is shared_memory
 
-    def _recorded(self, op: str, x: Tensor) -> Any:
+    def recorded(self, op: str, x: Tensor) -> Any:
         """Of torch's profiler, if it is on: named after the group's backend, as its own are."""
         if _torch.profiled() and build.has_fast_path():
             return build.fast.Recorded(f"{self.pg.name()}:{op}", x)
@@ -87,5 +87,5 @@ class Collectives:
         if self.name is None:
             self.pg.broadcast([x], src).wait()
             return x
-        recorded = self._recorded("broadcast", x) if self._on_shared_memory(x) else None
+        recorded = self.recorded("broadcast", x) if self._on_shared_memory(x) else None
         return Started(x, start("broadcast_", x, src, self.name), recorded=recorded).wait()

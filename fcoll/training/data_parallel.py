@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from fcoll.errors import BadCommHook, JoinCompiled, fail
 from fcoll.functions import all_reduce, broadcast, wait_tensor
-from fcoll.groups import GroupLike, resolve
+from fcoll.groups import Group, GroupLike, resolve
+from fcoll.training import _torch
 from fcoll.training.assignment import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -25,6 +26,7 @@ from fcoll.training.averaged import averaged
 from fcoll.training.doors import serving
 from fcoll.training.reducer import Reducer
 from fcoll.training.verify import verify_params_across_processes
+from fcoll.transport.carriers import carrier_of
 
 FunctionalHook = Callable[[Tensor], Tensor]
 
@@ -93,6 +95,7 @@ class DataParallel(DistributedDataParallel):
                 "bucket_cap_mb": bucket_cap_mb,
             }
             _verify(module, resolved.pg, compared)
+            _connect(module, resolved)
         if not broadcast_buffers:
             options[_NOT_SYNCED] = False
         with serving(Reducer):
@@ -242,6 +245,13 @@ def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> None:
     if named:
         names, params = zip(*named, strict=True)
         verify_params_across_processes(pg, params, names=names, options=options)
+
+
+def _connect(module: nn.Module, group: Group) -> None:
+    """Have the ranks find out whether they share memory: the first buckets are then in it."""
+    first = next((p for p in module.parameters() if p.requires_grad), None)
+    if first is not None and first.device.type == "cpu" and not _torch.is_fake(first):
+        carrier_of(group, first.device)
 
 
 def _precision(given: Any) -> MixedPrecision:

@@ -45,9 +45,10 @@ from fcoll.training.assignment import (
     planned,
 )
 from fcoll.training.bucket import Bucket, GradBucket
-from fcoll.training.collectives import Collectives
+from fcoll.training.collectives import Collectives, Started
 from fcoll.training.doors import open_doors
 from fcoll.training.settings import Settings
+from fcoll.training.shared import put_into_shared_memory
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, warn_all_used
 
@@ -157,6 +158,7 @@ class Reducer(Settings):
             )
         self.indices = [list(members) for members in bucket_indices]
         self._buckets = [buckets.made(b, self.params, self.sparse) for b in self.indices]
+        put_into_shared_memory(self._buckets, self.group)
         bucket_of, views = [0] * len(self.params), [None] * len(self.params)
         for b, bucket in enumerate(self._buckets):
             for i, view in zip(bucket.indices, bucket.views, strict=True):
@@ -222,6 +224,7 @@ class Reducer(Settings):
     @_eager
     def prepare_for_forward(self) -> None:
         """A forward pass begins."""
+        self._joining = False
         self.stats.forward()
 
     @_eager
@@ -333,13 +336,20 @@ class Reducer(Settings):
                 if self.stats.iteration <= 1:
                     bucket.check_strides()
                 if self._hook is None:
-                    last = index == len(self._buckets) - 1  # it is waited for at once
-                    bucket.work = self.group.sum_(bucket.buffer, at_once=last)
+                    bucket.work = self._sum(index, bucket)
                 else:
                     bucket.work = self._run_hook(self._grad_bucket(index, bucket))
         except (RuntimeError, FcollError) as error:
             under_way = [i for i in range(index) if self._buckets[i].work is not None]
             self._fail(error, [index, *under_way])
+
+    def _sum(self, index: int, bucket: Bucket) -> Started:
+        if bucket.shared is not None and not self._joining:
+            if (started := bucket.shared.sum_(bucket.buffer, self.group)) is not None:
+                return started
+            bucket.shared = None
+        last = index == len(self._buckets) - 1  # it is waited for at once
+        return self.group.sum_(bucket.buffer, at_once=last)
 
     def _run_hook(self, bucket: GradBucket) -> Any:
         assert self._hook is not None
@@ -462,6 +472,9 @@ class Reducer(Settings):
         self.rebuilt = False
         if self.finds_unused:
             self._forget_used()
+        if any(bucket.shared is not None for bucket in self._buckets):
+            # what was under way may still be written to by peers: go on in other memory
+            self.initialize_buckets(self.indices)
 
     # torch's names in Python of the methods above
     _rebuild_buckets = rebuild_buckets

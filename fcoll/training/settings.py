@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcoll.errors import BadCommHook
 from fcoll.training import explain, hooks
-from fcoll.training.bucket import GradBucket
+from fcoll.training.bucket import Bucket, GradBucket
 from fcoll.training.collectives import Collectives
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap
@@ -26,6 +26,7 @@ class Settings:
     indices: list[list[int]]
     stats: Statistics
     used: UsedMap | None
+    _buckets: list[Bucket]
     arrivals: Any
 
     def __init__(self) -> None:
@@ -36,6 +37,8 @@ class Settings:
         self._optimizes = False
         self._futures: Sequence[Any] = ()
         self._forward_work: tuple[Any, bool] | None = None
+        # Ranks that have joined send zeros from other memory: those that have not do not sum in place.
+        self._joining = False
 
     # -- comm hooks -------------------------------------------------------------------------------
 
@@ -77,6 +80,7 @@ class Settings:
     def set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         """The all-reduce that counts the ranks that still have inputs."""
         self._forward_work = (work, use_static_world_size)
+        self._joining = True
 
     def set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
         """Gradients come in this dtype."""
@@ -101,6 +105,8 @@ class Settings:
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce over another group from now on."""
         self.group = Collectives(new_process_group)
+        for bucket in self._buckets:
+            bucket.shared = None  # the memory is shared by the other group's ranks
 
     def remove_autograd_hooks(self) -> None:
         """Be called for gradients no more."""

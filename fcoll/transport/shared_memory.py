@@ -211,12 +211,12 @@ _UNSIGNED = torch.empty(0, dtype=torch.int64)
 # -- the primitives ---
 
 # What is reduced as it is.
-_REDUCED = process_group.NATIVE | {torch.int16, torch.bool, torch.complex64, torch.complex128}
+REDUCED = process_group.NATIVE | {torch.int16, torch.bool, torch.complex64, torch.complex128}
 _DONE: Started = (None, None)
 
 
 def all_reduce_(buf: Tensor, row: Reduction, g: Group) -> Started:
-    if buf.dtype not in _REDUCED:
+    if buf.dtype not in REDUCED:
         return all_reduce_by_gather(_self, buf, row, g)
     torch.ops.fcoll_native.all_reduce_(buf, row.name, handle_of(g), _signature())
     return _DONE
@@ -227,7 +227,7 @@ def reduce_(buf: Tensor, dst: int, row: Reduction, g: Group) -> Started:
 
 
 def reduce_scatter(out: Tensor, chunks: Tensor, row: Reduction, g: Group) -> Started:
-    if chunks.dtype not in _REDUCED:
+    if chunks.dtype not in REDUCED:
         return reduce_scatter_by_exchange(_self, out, chunks, row, g)
     torch.ops.fcoll_native.reduce_scatter_(out, chunks, row.name, handle_of(g), _signature())
     return _DONE

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 NATIVE = ROOT / "fcoll" / "transport" / "native"
 TESTS = ROOT / "tests" / "transport" / "native"
 TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
-TORCH_FREE += ["shared_buffers", "kernels"]
+TORCH_FREE += ["shared_buffers", "shared_parts", "kernels"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -85,3 +85,10 @@ def test_parts_in_arenas_last_until_they_are_read(tmp_path, core):
     made = program(tmp_path, "arena_test", sanitizer, core(sanitizer))
     for n, calls, ranks_read in itertools.product((2, 4), (1000,), ("agree", "differ")):
         passes(made, n, calls, 7, ranks_read, says=f"{n} ranks, {calls} calls: all right")
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_sums_in_place(tmp_path, core, sanitizer):
+    made = program(tmp_path, "in_place_test", sanitizer, core(sanitizer))
+    for seed, (n, calls) in enumerate(((2, 200), (3, 150), (5, 60))):
+        passes(made, n, calls, seed, says=f"{n} ranks, {calls} calls: all right")

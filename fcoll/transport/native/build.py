@@ -33,7 +33,7 @@ from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, say
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
-_EXTENSION = [Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp")]
+_EXTENSION = [Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp", "buckets.cpp")]
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0
 # Of one core, measured; and what it takes with any number of them: the headers, then a file.

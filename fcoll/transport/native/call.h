@@ -56,6 +56,7 @@ struct Call {
   uint8_t root = 0;
   uint64_t count = 0;  // elements of the argument; of one row, where parts may be uneven
   bool in_arena = false;  // a slot says where the data is, instead of carrying it
+  bool in_place = false;  // the data lies where all ranks have mapped it (shared_parts.h)
   const Signature* signature = nullptr;  // read only while the call is published
   uint64_t digest = 0;
 
@@ -84,7 +85,7 @@ struct Call {
 
   uint64_t packed() const {
     return uint64_t(kind) | uint64_t(type) << 8 | uint64_t(op) << 16 | uint64_t(root) << 24 |
-           uint64_t(in_arena) << 32;
+           uint64_t(in_arena) << 32 | uint64_t(in_place) << 33;
   }
   static Call unpack(uint64_t packed, uint64_t count);
   std::string show() const;

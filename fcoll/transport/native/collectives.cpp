@@ -19,6 +19,9 @@ namespace {
 constexpr size_t TWO_SHOT_BYTES = 16 * 1024;
 constexpr int TWO_SHOT_RANKS = 4;
 
+// A share of a sum in place goes past the caches from here on, near cores or far.
+constexpr size_t IN_PLACE_STREAM_BYTES = 1024 * 1024;
+
 // Elements of `count` that one slot carries.
 size_t per_slot(const Call& call, int n) {
   size_t parts = call.kind == Kind::reduce_scatter ? n : 1;  // a slot has a piece for each rank
@@ -194,6 +197,42 @@ void complete(Ring& ring, const Announcement& a) {
   ring.done(a.seq);
 }
 
+// -- in place -------------------------------------------------------------------------------------
+
+void share_out(Ring& ring, InPlace& sum) {
+  int rank = ring.rank(), n = ring.size();
+  const Call& call = sum.call;
+  size_t size = size_of(call.type), line = 64 / size;  // whole lines: each written by one rank
+  size_t each = round_up(ceil_div(call.count, n), line);
+  size_t begin = std::min(rank * each, call.count), length = std::min(each, call.count - begin);
+  const void* parts[MAX_RANKS];
+  for (int r = 0; r < n; r++) {
+    if (r != rank) ring.await(r, sum.first, call);
+    parts[r] = sum.parts->of(r) + sum.at + begin * size;
+  }
+  bool past = length * size >= (ring.far() ? FAR_BYTES : IN_PLACE_STREAM_BYTES);
+  alignas(64) uint8_t block[4096];  // stays in L1
+  const void* from[MAX_RANKS];
+  for (size_t i = 0, step = sizeof block / size; i < length; i += step) {
+    size_t m = std::min(step, length - i);
+    for (int r = 0; r < n; r++) from[r] = static_cast<const uint8_t*>(parts[r]) + i * size;
+    reduce(block, from, n, m, call.type, call.op);
+    for (int r = 0; r < n; r++)
+      (past ? copy_streaming : copy)(const_cast<void*>(from[r]), block, m * size);
+  }
+  if (past) _mm_sfence();  // before what says that it is there
+  ring.publish(ring.claim(sum.last), sum.last, call);
+  sum.shared_out = true;
+}
+
+void complete(Ring& ring, InPlace& sum) {
+  if (!sum.shared_out) share_out(ring, sum);
+  for (int r = 0; r < ring.size(); r++)
+    if (r != ring.rank()) ring.await(r, sum.last, sum.call);
+  ring.done(sum.last);
+  if (sum.call.count * size_of(sum.call.type) >= FAR_BYTES) ring.look_how_far(sum.last);
+}
+
 // -- groups ----------------------------------------------------------------------------------------
 
 
@@ -262,8 +301,10 @@ namespace {
 
 uint64_t first_of(const Transfer& t) { return t.first; }
 uint64_t first_of(const Announcement& a) { return a.seq; }
+uint64_t first_of(const InPlace& s) { return s.first; }
 uint64_t last_of(const Transfer& t) { return t.last; }
 uint64_t last_of(const Announcement& a) { return a.seq; }
+uint64_t last_of(const InPlace& s) { return s.last; }
 
 template <class Pending>
 uint64_t first(const Pending& p) {
@@ -282,6 +323,7 @@ void complete(Ring& ring, const Transfer& t) {
 // The caller's argument and signature are not to be read any more.
 void forget_arguments(Transfer& t) { t.in = nullptr, t.call.signature = nullptr; }
 void forget_arguments(Announcement& a) { a.call.signature = nullptr; }
+void forget_arguments(InPlace& s) { s.call.signature = nullptr; }
 
 }  // namespace
 
@@ -319,13 +361,35 @@ uint64_t Group::announce(Call call, uint64_t mine, uint64_t* where) {
 }
 
 void Group::announce_and_wait(Call call, uint64_t mine, uint64_t* where) {
-  call.in_arena = true;
+  call.in_arena = !call.in_place;
   auto turn = enter();
   complete_all();
   Announcement a{call, ring_.take_numbers(1), where};
   ring_.expect(a.seq);
   publish(ring_, a, mine);
   complete(ring_, a);
+}
+
+uint64_t Group::start_in_place(Call call, std::shared_ptr<const SharedParts> parts, size_t at) {
+  call.in_place = true;
+  auto turn = enter();
+  make_room(2);
+  uint64_t first = ring_.take_numbers(2);
+  InPlace sum{call, first, first + 1, std::move(parts), at};
+  ring_.expect(sum.last);
+  ring_.publish(ring_.claim(first), first, call);
+  forget_arguments(sum);
+  pending_.push_back(std::move(sum));
+  share_out_published();
+  return first + 1;
+}
+
+// Makes the shares for which all parts are there: a peer need not wait for them later. A slot for it is
+// free: who has published a part of this call has read what is half a ring older (make_room).
+void Group::share_out_published() {
+  for (auto& p : pending_)
+    if (auto* sum = std::get_if<InPlace>(&p))
+      if (!sum->shared_out && published_by_all(sum->first)) share_out(ring_, *sum);
 }
 
 uint64_t Group::enqueue(const Pending& p, double patience_us) {
@@ -356,9 +420,10 @@ void Group::finish(uint64_t ticket) {
 }
 
 void Group::complete_oldest() {
-  Pending p = pending_.front();  // it stays in the list until it is complete
+  Pending& p = pending_.front();  // it stays in the list until it is complete
   ring_.expect(last(p));
-  std::visit([&](const auto& started) { complete(ring_, started); }, p);
+  if (std::holds_alternative<InPlace>(p)) share_out_published();
+  std::visit([&](auto& started) { complete(ring_, started); }, p);
   pending_.pop_front();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ring.h"
+#include "shared_parts.h"
 
 namespace fcoll {
 
@@ -25,6 +26,17 @@ struct Announcement {
   uint64_t* where;  // by rank
 };
 
+// An all-reduce of parts that lie where all ranks have mapped them. Each rank makes its share of the
+// sum and writes it into all the parts. The slot `first` says that this rank's part is written, `last`
+// that its share of the sum is in every part.
+struct InPlace {
+  Call call;
+  uint64_t first, last;
+  std::shared_ptr<const SharedParts> parts;  // mapped until all shares are written
+  size_t at;  // bytes
+  bool shared_out = false;
+};
+
 size_t chunks_of(const Call&, int n);
 // Does the call need all ranks twice, first for their parts and then for their sums?
 bool in_two_passes(const Call&, int n);
@@ -42,5 +54,9 @@ void all_to_all(Ring&, const Call&, const uint8_t* in, uint8_t* out, const size_
 
 void publish(Ring&, const Announcement&, uint64_t mine);
 void complete(Ring&, const Announcement&);
+
+// Wait for the peers' parts, and write this rank's share of the sum into all of them.
+void share_out(Ring&, InPlace&);
+void complete(Ring&, InPlace&);
 
 }  // namespace fcoll

@@ -14,6 +14,7 @@
 namespace fcoll {
 
 class Arena;
+class SharedParts;
 
 class Group {
  public:
@@ -52,6 +53,10 @@ class Group {
   uint64_t announce(Call, uint64_t mine, uint64_t* where);
   void announce_and_wait(Call, uint64_t mine, uint64_t* where);
 
+  // The same of an all-reduce in place, of the parts that lie `at` so many bytes in their memories.
+  // A part must not be touched before `finish`.
+  uint64_t start_in_place(Call, std::shared_ptr<const SharedParts>, size_t at);
+
   // Core-to-core round trip with a peer in ns: the median of many. Both call it.
   double round_trip_ns(int peer);
 
@@ -59,7 +64,7 @@ class Group {
   void close(const std::string& why);
 
  private:
-  using Pending = std::variant<Transfer, Announcement>;
+  using Pending = std::variant<Transfer, Announcement, InPlace>;
 
   // Only one thread at a time is in a call.
   std::unique_lock<std::mutex> enter();
@@ -67,6 +72,7 @@ class Group {
   void make_room(size_t slots);
   uint64_t enqueue(const Pending&, double patience_us);
   bool published_by_all(uint64_t last) const;
+  void share_out_published();
   void complete_oldest();
   void complete_all() { while (!pending_.empty()) complete_oldest(); }
 

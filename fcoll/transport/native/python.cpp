@@ -20,6 +20,7 @@
 #include <optional>
 #include <variant>
 
+#include "buckets.h"
 #include "compiled.h"
 #include "gradients.h"
 #include "served.h"
@@ -412,6 +413,9 @@ PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "fcoll_fast", nullptr, -1, FUNCTION
 PyMODINIT_FUNC PyInit_fcoll_fast() {
   fcoll::check_signals = &look_for_signals;
   PyObject* made = PyModule_Create(&MODULE);
-  if (made) fcoll::gradients::add_to(py::reinterpret_borrow<py::module_>(made));
+  if (made) {
+    fcoll::gradients::add_to(py::reinterpret_borrow<py::module_>(made));
+    fcoll::buckets::add_to(py::reinterpret_borrow<py::module_>(made));
+  }
   return made;
 }

@@ -249,7 +249,7 @@ const Slot* Ring::await(int peer, uint64_t seq, const Call& call) {
 std::string Ring::shown(int rank, uint64_t seq, const Call& call) const {
   const Signature& s = segments_[rank]->signatures[seq % RING];
   if (!describe || !call.digest || s.digest != call.digest) return call.show();
-  return (call.in_arena ? "compiled " : "") + describe(s);
+  return (call.in_arena ? "compiled " : "") + describe(s) + (call.in_place ? " in place" : "");
 }
 
 void Ring::done(uint64_t seq) {
