@@ -60,7 +60,9 @@ def main() -> None:
         took["C++ part"].append(seconds(whole))
     one, ours = (statistics.median(turns) for turns in took.values())
     cores = len(os.sched_getaffinity(0))
-    print(f"one source with torch's headers {one:.1f} s, the C++ part {ours:.1f} s on {cores} cores")
+    print(
+        f"one source with torch's headers {one:.1f} s, the C++ part {ours:.1f} s on {cores} cores"
+    )
     print(f"ratio {ours / one:.2f}; median of {args.turns}")
 
 
