@@ -11,7 +11,8 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 # Workers take whole files, those that take longest first: tests/conftest.py orders them.
 XDIST ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Python compiles a module when it is first imported; pip all of torch's, which takes 14 s.
+# So that modules of torch are compiled once, when they are first imported: pip, which would compile
+# all of them, takes 14 s for it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

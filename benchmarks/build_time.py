@@ -28,21 +28,21 @@ PEER = """#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 
 def peer(folder: Path) -> None:
-    source = folder / "peer.cpp"
+    source = folder / "source.cpp"
     source.write_text(PEER)
-    with Compiler(folder) as compiler:
-        flags = [*compiler.flags, "-c", str(source), "-o", str(folder / "peer.o")]
-        compiler._run([compiler.program, *flags])
+    (made := folder / "made").mkdir()
+    with Compiler(made) as compiler:
+        compiler.objects([(source,)], folder / "log")
 
 
 def whole(folder: Path) -> None:
     os.environ["FCOLL_CACHE_DIR"] = str(folder)
-    with contextlib.redirect_stderr(io.StringIO()):
-        build.build()
+    build.build()
 
 
 def seconds(make: Callable[[Path], None]) -> float:
-    with tempfile.TemporaryDirectory() as folder:
+    silent = contextlib.redirect_stderr(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, silent:
         start = time.perf_counter()
         make(Path(folder))
         return time.perf_counter() - start

@@ -166,7 +166,8 @@ def _library(compiler: Compiler, library: Path, log: Path, extension: bool) -> N
     say(f"compiling its C++ part, once: about {seconds:.0f} s on {cores} ...")
     compiler.program  # noqa: B018  or say that there is none
     units = _units()
-    compiler.start([*units, *([_EXTENSION] if extension else [])])
+    first, *others = units  # the longest, and the extension, which takes as long
+    compiler.start([first, *([_EXTENSION] if extension else []), *others])
     objects = compiler.objects(units, log)
     compiler.link(library, [*objects, f"-Wl,-soname,{library.name}"], log)
     library.with_suffix(".txt").write_text(f"compiled by {compiler.version()}\n")
