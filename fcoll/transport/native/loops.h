@@ -155,6 +155,19 @@ void reduce_ints(void* out, const void* const* parts, int n, size_t count, Type 
   }
 }
 
+void reduce_int64(void* out, const void* const* parts, int n, size_t count, Op op) {
+  switch (op) {
+    case Op::sum: return reduce_as<int64_t>(out, parts, n, count, Sum());
+    case Op::product: return reduce_as<int64_t>(out, parts, n, count, Product());
+    case Op::min: return reduce_as<int64_t>(out, parts, n, count, Min());
+    case Op::max: return reduce_as<int64_t>(out, parts, n, count, Max());
+    case Op::band: return reduce_as<int64_t>(out, parts, n, count, And());
+    case Op::bor: return reduce_as<int64_t>(out, parts, n, count, Or());
+    case Op::bxor: return reduce_as<int64_t>(out, parts, n, count, Xor());
+    default: throw std::logic_error("no such reduction");
+  }
+}
+
 template <class F>
 void reduce_numbers(void* out, const void* const* parts, int n, size_t count, Type type, F f) {
   bool is_float = type == Type::f32 || type == Type::f64;
