@@ -11,6 +11,9 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 # Workers take whole files, those that take longest first: tests/conftest.py orders them.
 XDIST ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# So that modules of torch are compiled once, when they are first imported: pip, which would compile
+# all of them, takes 14 s for it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast lint bench clean
@@ -18,11 +21,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-# The C++ part is compiled while the first result is made and read.
+# The C++ part is compiled while the first result is made and read, and the model without collectives
+# is compiled; the ranks wait for it at their first collective.
 demo: $(VENV)/.usable  ## See the collectives of a step, then decode with a small Llama on 2 local ranks
 	@$(BIN)/fcoll build >/dev/null & \
 	shown="$$($(BIN)/fcoll report --quiet --demo tiny --mesh dp=2,tp=2 --top 5)" && echo "$$shown" && \
-	wait && $(BIN)/python examples/tp_llama.py
+	$(BIN)/python examples/tp_llama.py
 
 test: $(VENV)/.installed  ## Run the tests; TEST_ARGS="-k ranks -x" for pytest, TORCH=2.15.0 for another torch
 	@$(BIN)/fcoll build >/dev/null || true  # before a test's time is counted
@@ -48,7 +52,7 @@ clean:  ## Remove caches and build products; keeps .venv*
 $(VENV)/.usable: pyproject.toml
 	@echo "installing torch $(TORCH) (about a minute) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	@$(BIN)/python -m pip install --quiet --no-compile torch==$(TORCH)
 	@echo "installing fcoll ..."
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@

@@ -6,7 +6,7 @@ Three ways to decode the same tokens with the same random weights, taking turns 
     stock       split over 2 ranks, torch's functional collectives on gloo, torch.compile
     fcoll       split over 2 ranks, fcoll's collectives, torch.compile(backend="fcoll")
 
-python examples/tp_llama.py [--layers 8] [--dim 768] [--tokens 48] [--rounds 3] [--out fcoll_demo]
+python examples/tp_llama.py [--layers 8] [--dim 512] [--tokens 64] [--rounds 5] [--out fcoll_demo]
 
 Each rank has its heads and its part of the hidden units: the first matrix of a pair is split by
 columns, the second by rows, and the ranks' results are summed. Shapes: B batch (1), D model width,
@@ -271,6 +271,9 @@ def ranks(args: argparse.Namespace) -> None:
             if rank == 0 and i == 0:
                 print(f"compiling: {way.name} ...", flush=True)
             way.turn()
+        if rank == 0 and i:
+            rates = ", ".join(f"{way.name} {way.rates[-1]:.1f}" for way in ways)
+            print(f"round {i} of {args.rounds}, tokens/s: {rates}", flush=True)
     if rank == 0:
         for way in ways:
             assert way.tokens == ways[0].tokens, f"{way.name}: {way.tokens}"

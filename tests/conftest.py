@@ -99,17 +99,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest come first, so that workers end together: xdist hands out whole files.
 LONGEST = [
-    "test_symm_mem",
     "test_inductor_ext",
-    "test_native_core",
-    "test_compile",
-    "test_stays_usable",
-    "test_lanes",
-    "test_inductor_errors",
-    "test_schedule",
-    "test_triton_kernels",
     "test_docs",
+    "test_compile",
+    "test_native_core",
+    "test_symm_mem",
+    "test_inductor_errors",
+    "test_lanes",
+    "test_triton_kernels",
+    "test_stacked",
+    "test_schedule",
+    "test_values",
+    "test_watch",
+    "test_gradients",
+    "test_register",
     "test_handshake",
+    "test_stays_usable",
 ]
 
 

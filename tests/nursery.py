@@ -1,6 +1,7 @@
 """Start a rank's process in milliseconds: as a fork of one that has imported torch and fcoll.
 
-Importing them takes 1.5 s of CPU time, and a run of all tests starts hundreds of ranks. There is a
+Importing them, and what torch imports at the first async result (DTensor, sympy) and the first
+compiled graph, takes 3.4 s of CPU time, and a run of all tests starts hundreds of ranks. There is a
 nursery for each rank's number, so that ranks differ in their hash seeds and addresses, as they do
 in the field. A process whose environment differs from its nursery's in what is read while torch is
 imported is started by itself.
@@ -9,6 +10,7 @@ imported is started by itself.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import pickle
 import random
@@ -25,9 +27,11 @@ MESSAGE_BYTES = 1 << 20
 
 # What torch and fcoll read when it is needed; all else may have been read at their import.
 READ_LATE = (
-    *("FCOLL_", "INDUCTOR_EXT_", "TORCHINDUCTOR_", "PYTEST_", "CXX", "PATH", "HOME"),
+    *("FCOLL_", "INDUCTOR_EXT_", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_", "CXX", "PATH", "HOME"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_"),
 )
+# After fcoll, as in a user's program.
+IMPORTED = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx")
 
 
 class Nursery:
@@ -136,6 +140,8 @@ def main() -> None:
     import fcoll
 
     rank_worker.die_with(parent)
+    for module in IMPORTED:
+        importlib.import_module(module)
     assert fcoll.functions and len(os.listdir("/proc/self/task")) == 1, "a fork loses threads"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)

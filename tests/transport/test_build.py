@@ -69,7 +69,8 @@ def compiler(tmp_path, monkeypatch) -> FakeCompiler:
     return fake
 
 
-SOURCES = len([s for s in build._SOURCES if s.suffix == ".cpp"])
+SOURCES = [source for source in build._SOURCES if source.suffix == ".cpp"]
+UNITS = len(build._units()) + 1  # and the extension
 
 
 def attempt(*args) -> str:
@@ -96,11 +97,10 @@ def test_one_of_many_ranks_compiles(compiler, capfd):
     (path,) = paths
     assert path.read_text() == "made"
     assert path.with_suffix(".txt").read_text().endswith("fake 1.0\n")
-    assert compiler.runs() == SOURCES + 4  # torch's headers, two links, and its version
+    assert compiler.runs() == UNITS + 3  # two links, and its version
     said = capfd.readouterr().err
-    of_library = SOURCES - len(build._EXTENSION)
-    assert f"[{of_library}/{of_library}]" in said
-    assert all(source.name in said for source in build._SOURCES if source.suffix == ".cpp")
+    assert f"[{UNITS - 1}/{UNITS - 1}]" in said
+    assert all(source.name in said for source in SOURCES)
     assert not list(path.parent.glob("building-*"))
 
 
@@ -108,7 +108,7 @@ def test_a_failing_attempt_is_made_once_for_all_that_wait(compiler):
     compiler.breaks_on(".cpp")
     with ThreadPoolExecutor(5) as ranks:
         reasons = list(ranks.map(attempt, [build.RETRY_S] * 5))
-    assert compiler.runs() < SOURCES
+    assert compiler.runs() <= UNITS
     assert len(set(reasons)) == 1 and "x.h:3:1: error: no such thing" in reasons[0]
 
 
@@ -162,8 +162,12 @@ def test_an_extension_that_failed_is_tried_again(compiler, capfd):
     failed_before(extension, build.RETRY_EXTENSION_S + 1)
     build.build()
     assert extension.read_text() == "made"
-    # torch's headers, its own files and a link: the library is there already
-    assert compiler.runs() == len(build._EXTENSION) + 2
+    assert compiler.runs() == 2  # its files and a link: the library is there already
+
+
+def test_every_source_is_in_one_unit():
+    units = [*build._units(), build._EXTENSION]
+    assert sorted(source for unit in units for source in unit) == SOURCES
 
 
 def test_a_library_that_is_there_needs_no_compiler(compiler, monkeypatch):
@@ -191,7 +195,7 @@ def test_the_key_is_of_torch_and_the_sources_and_of_no_cpu(tmp_path):
 def test_the_compiler_makes_code_for_any_cpu(compiler):
     build.build()
     compiled = [line for line in compiler.lines() if " -c " in f" {line} "]
-    assert len(compiled) == SOURCES
+    assert len(compiled) == UNITS
     assert all(re.findall(r"-m\S+", line) == ["-march=x86-64"] for line in compiled)
 
 

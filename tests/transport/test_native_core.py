@@ -15,7 +15,7 @@ NATIVE = ROOT / "fcoll" / "transport" / "native"
 TESTS = ROOT / "tests" / "transport" / "native"
 TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
 TORCH_FREE += ["shared_buffers", "shared_parts", "kernels"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

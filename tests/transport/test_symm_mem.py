@@ -72,39 +72,45 @@ def test_without_a_compiler_process_groups_serve(tmp_path):
 HUGE = 2**31 + 4098  # bytes: more than an int counts
 
 
-ROW = torch.arange(251, dtype=torch.uint8)  # no power of two: an offset that wrapped around shows
+PERIOD = 251  # no power of two: an offset that wrapped around shows
+ROW = 8 * PERIOD  # bytes: whole periods in whole words, each of which takes as long as a byte
+
+
+def few_numbers(n, start, add):
+    return (torch.arange(start, start + n) % PERIOD + add).to(torch.uint8)
 
 
 def numbers(n, add):
     """(i modulo 251) + add for n numbers i, in one pass over the memory, as holds takes one."""
     x = torch.empty(n, dtype=torch.uint8)
-    whole = n // 251 * 251
-    x[:whole].view(-1, 251).copy_(ROW + add)
-    x[whole:] = (ROW + add)[: n - whole]
+    whole = n // ROW * ROW
+    x[:whole].view(torch.int64).view(-1, PERIOD).copy_(few_numbers(ROW, 0, add).view(torch.int64))
+    x[whole:] = few_numbers(n - whole, 0, add)
     return x
 
 
 def holds(x, start, add):
     """Are these the numbers from start on?"""
-    row = ROW.roll(-start) + add
-    whole = x.numel() // 251 * 251
-    rows = x[:whole].view(-1, 251)
-    return torch.equal(rows, row.expand_as(rows)) and torch.equal(
-        x[whole:], row[: x.numel() - whole]
+    head = min(-x.storage_offset() % 8, x.numel())
+    end = head + (x.numel() - head) // ROW * ROW
+    rows = x[head:end].view(torch.int64).view(-1, PERIOD)
+    row = few_numbers(ROW, start + head, add).view(torch.int64)
+    return (
+        torch.equal(x[:head], few_numbers(head, start, add))
+        and torch.equal(rows, row.expand_as(rows))
+        and torch.equal(x[end:], few_numbers(x.numel() - end, start + end, add))
     )
 
 
 def test_numbers_that_differ_are_seen():
-    x = numbers(1000, 3)
-    assert (
-        holds(x, 0, 3)
-        and holds(x[300:], 300, 3)
-        and x.tolist() == [i % 251 + 3 for i in range(1000)]
-    )
+    x = numbers(10_000, 3)
+    assert x.tolist() == [i % 251 + 3 for i in range(10_000)]
+    assert holds(x, 0, 3) and holds(x[300:], 300, 3) and holds(x[301:9999], 301, 3)
     assert not holds(x, 0, 4) and not holds(x[300:], 301, 3)
-    for wrong in (0, 500, 999):
+    for wrong in (0, 500, 5000, 9999):
         x[wrong] += 1
         assert not holds(x, 0, 3)
+        assert wrong < 301 or not holds(x[301:], 301, 3)
         x[wrong] -= 1
 
 

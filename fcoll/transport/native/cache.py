@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fcoll.transport.native.compiler import FLAGS, BuildFailed, find_compiler
+from fcoll.transport.native.compiler import (
+    FLAGS,
+    OPTIMIZE,
+    OPTIMIZE_WITH_TORCH,
+    BuildFailed,
+    find_compiler,
+)
 
 KEPT = 8  # entries that stay however old they are: a few versions of torch and of fcoll
 OLD_S = 24 * 3600.0
@@ -33,7 +39,8 @@ def key_of(sources: Sequence[Path], torch_version: str) -> str:
     when the library is loaded (kernels.cpp), so that machines of several kinds share one. It needs
     no compiler: a library that is there is loaded on machines that have none."""
     digest = hashlib.sha256()
-    for part in (torch_version, platform.machine(), " ".join(FLAGS)):
+    flags = " ".join([*FLAGS, OPTIMIZE, OPTIMIZE_WITH_TORCH])
+    for part in (torch_version, platform.machine(), flags):
         digest.update(part.encode())
     for source in sources:
         digest.update(source.read_bytes())

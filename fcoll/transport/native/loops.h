@@ -11,8 +11,8 @@ struct And { template <class T> T operator()(T a, T b) const { return a & b; } }
 struct Or { template <class T> T operator()(T a, T b) const { return a | b; } };
 struct Xor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
 
-// The parts of one block stay in L1 while they are added up, whatever n is.
-constexpr size_t BLOCK = 1024;
+// The parts of one block of 4 KiB stay in L1 while they are added up, whatever n is.
+constexpr size_t BLOCK = 1024;  // of f32
 
 // What is left to do to the whole: nothing, or the division of a mean.
 struct AsIs { template <class T> T operator()(T a) const { return a; } };
@@ -24,15 +24,20 @@ void reduce_same(T* out, const T* const* p, int n, size_t count, F f, G last) {
   if (n == 1) {
     if (count) std::memmove(out, a, count * sizeof(T));  // of nothing the pointers may be null
   } else if (n == 2) {
+    // Unrolled: a loop of 6 instructions took 144 ns instead of 78 for 8 KiB where it happened to lie
+    // across a line of the cache of instructions (Zen 4).
 #pragma GCC ivdep
+#pragma GCC unroll 4
     for (size_t i = 0; i < count; i++) out[i] = last(f(a[i], b[i]));
   } else {
-    T acc[BLOCK];  // out may be one of the parts
-    for (size_t at = 0; at < count; at += BLOCK) {
-      size_t m = std::min(BLOCK, count - at);
+    constexpr size_t block = BLOCK * sizeof(float) / sizeof(T);
+    T acc[block];  // out may be one of the parts
+    for (size_t at = 0; at < count; at += block) {
+      size_t m = std::min(block, count - at);
       for (size_t i = 0; i < m; i++) acc[i] = f(a[at + i], b[at + i]);
       for (int r = 2; r < n; r++) {
         const T* c = p[r] + at;
+#pragma GCC unroll 4
         for (size_t i = 0; i < m; i++) acc[i] = f(acc[i], c[i]);
       }
       for (size_t i = 0; i < m; i++) out[at + i] = last(acc[i]);
@@ -146,6 +151,19 @@ void reduce_ints(void* out, const void* const* parts, int n, size_t count, Type 
     case Type::i32: return reduce_as<int32_t>(out, parts, n, count, f);
     case Type::i64: return reduce_as<int64_t>(out, parts, n, count, f);
     case Type::u8: return reduce_as<uint8_t>(out, parts, n, count, f);
+    default: throw std::logic_error("no such reduction");
+  }
+}
+
+void reduce_int64(void* out, const void* const* parts, int n, size_t count, Op op) {
+  switch (op) {
+    case Op::sum: return reduce_as<int64_t>(out, parts, n, count, Sum());
+    case Op::product: return reduce_as<int64_t>(out, parts, n, count, Product());
+    case Op::min: return reduce_as<int64_t>(out, parts, n, count, Min());
+    case Op::max: return reduce_as<int64_t>(out, parts, n, count, Max());
+    case Op::band: return reduce_as<int64_t>(out, parts, n, count, And());
+    case Op::bor: return reduce_as<int64_t>(out, parts, n, count, Or());
+    case Op::bxor: return reduce_as<int64_t>(out, parts, n, count, Xor());
     default: throw std::logic_error("no such reduction");
   }
 }

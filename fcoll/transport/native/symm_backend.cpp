@@ -35,7 +35,7 @@ const bool registered = [] {
 
 // -- collectives on symmetric tensors: ranks read and write each other's buffers ------------------
 
-struct Kind {
+struct OpKind {
   const char* name;
   fcoll::Kind kind;
 };
@@ -49,7 +49,7 @@ enum Which {
   GATHER,
   REDUCE
 };
-constexpr Kind KINDS[] = {
+constexpr OpKind KINDS[] = {
     {"one_shot_all_reduce", fcoll::Kind::all_reduce},
     {"one_shot_all_reduce_copy", fcoll::Kind::all_reduce},
     {"two_shot_all_reduce_", fcoll::Kind::all_reduce},

@@ -31,12 +31,12 @@ using fcoll::served::group_of;
 using fcoll::served::GroupPtr;
 using fcoll::served::Result;
 using namespace fcoll::tensors;
-using string = c10::string_view;
+using Text = c10::string_view;
 
 // -- primitives: contiguous tensors, complete on return -------------------------------------------
 
 // The signature of the call that a primitive is made for, in a tensor; an empty one is none.
-Tensor sign_call(string row, at::TensorList xs, at::IntArrayRef facts, at::IntArrayRef more) {
+Tensor sign_call(Text row, at::TensorList xs, at::IntArrayRef facts, at::IntArrayRef more) {
   fcoll::Signature s = served::signature_of(row, xs, facts, more);
   Tensor made = at::empty({sizeof s / sizeof(int64_t)}, at::kLong);
   std::memcpy(made.mutable_data_ptr(), &s, sizeof s);
@@ -118,19 +118,19 @@ Tensor by_process_group(const char* name, const Args&... args) {
 
 // The result if the group has shared memory and it serves the call, else none.
 template <class Serve>
-Tensor served_on(string group_name, Serve serve) {
+Tensor served_on(Text group_name, Serve serve) {
   auto g = group_named(std::string(group_name));
   return g ? serve(g).out : Tensor();
 }
 
 template <class Serve>
-Tensor reduced_on(string group_name, string reduce_op, Serve serve) {
+Tensor reduced_on(Text group_name, Text reduce_op, Serve serve) {
   auto op = OPS.find(std::string(reduce_op));
   if (op == OPS.end()) return {};
   return served_on(group_name, [&](const GroupPtr& g) { return serve(g, op->second); });
 }
 
-Tensor all_reduce(const Tensor& input, string reduce_op, string group_name, string grad) {
+Tensor all_reduce(const Tensor& input, Text reduce_op, Text group_name, Text grad) {
   bool known = grad == "sum" || grad == "identity";
   Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
     return known ? served::all_reduce(g, input, op, grad == "identity") : Result();
@@ -139,7 +139,7 @@ Tensor all_reduce(const Tensor& input, string reduce_op, string group_name, stri
   return by_process_group<const Tensor&>("fcoll_pg::all_reduce", input, reduce_op, group_name, grad);
 }
 
-Tensor all_gather_into_tensor(const Tensor& input, int64_t group_size, string group_name,
+Tensor all_gather_into_tensor(const Tensor& input, int64_t group_size, Text group_name,
                               int64_t dim, Sizes sizes) {
   Tensor out = served_on(group_name, [&](const GroupPtr& g) {
     bool even = g->size() == group_size && !sizes;
@@ -150,8 +150,8 @@ Tensor all_gather_into_tensor(const Tensor& input, int64_t group_size, string gr
                                          group_name, dim, sizes);
 }
 
-Tensor reduce_scatter_tensor(const Tensor& input, string reduce_op, int64_t group_size,
-                             string group_name, int64_t dim, Sizes sizes) {
+Tensor reduce_scatter_tensor(const Tensor& input, Text reduce_op, int64_t group_size,
+                             Text group_name, int64_t dim, Sizes sizes) {
   Tensor out = reduced_on(group_name, reduce_op, [&](const GroupPtr& g, Op op) {
     bool even = g->size() == group_size && !sizes;
     return even ? served::reduce_scatter(g, input, op, dim) : Result();
@@ -161,7 +161,7 @@ Tensor reduce_scatter_tensor(const Tensor& input, string reduce_op, int64_t grou
                                          group_size, group_name, dim, sizes);
 }
 
-Tensor broadcast(const Tensor& input, int64_t src, string group_name) {
+Tensor broadcast(const Tensor& input, int64_t src, Text group_name) {
   Tensor out = served_on(
       group_name, [&](const GroupPtr& g) { return served::broadcast(g, input, src); });
   if (out.defined()) return out;
@@ -183,7 +183,7 @@ Result all_to_all_with(const GroupPtr& g, const Tensor& input, c10::SymIntArrayR
 }
 
 Tensor all_to_all_single(const Tensor& input, c10::SymIntArrayRef out_splits,
-                         c10::SymIntArrayRef in_splits, string group_name) {
+                         c10::SymIntArrayRef in_splits, Text group_name) {
   Tensor out = served_on(group_name, [&](const GroupPtr& g) {
     return all_to_all_with(g, input, out_splits, in_splits);
   });
@@ -254,7 +254,7 @@ GroupPtr shared_memory_of(const ProcessGroup& group) {
   if (!has_its_name(group)) return nullptr;  // fcoll knows groups by their names
   static auto connect = c10::Dispatcher::singleton()
                             .findSchemaOrThrow("fcoll_pg::connect", "")
-                            .typed<bool(string)>();
+                            .typed<bool(Text)>();
   return connect.call(name) ? group_named(name, group.get()) : nullptr;
 }
 

@@ -45,7 +45,7 @@ bool has_meaning(Type type, Op op) {
   return bits ? !is_float : op == Op::avg ? is_float : true;
 }
 
-constexpr size_t COUNTS[] = {0, 1, 7, 8, 15, 17, 31, 65, 1023, 1024, 1025, 2500};
+constexpr size_t COUNTS[] = {0, 1, 7, 8, 15, 17, 31, 65, 1023, 1024, 1025, 5000};
 
 // How many results differ from those of the narrowest vectors, which are any CPU's.
 int compare_reductions(int width, int& compared) {
