@@ -76,7 +76,11 @@ def broadcast_(
 
 
 def _allgather_base_(output: Any, input: Any, group: Any, *more: Any, **options: Any) -> Any:
-    _into(output, "all_gather_into_tensor", input, group)
+    if _torch.OBJECTS_IN_ONE_TENSOR and not isinstance(input, LocalTensor):
+        for t in local(output, "Output")._local_tensors.values():
+            t.copy_(torch.cat([input] * (t.numel() // input.numel())))
+    else:
+        _into(output, "all_gather_into_tensor", input, group)
     return output, _torch.done()
 
 
