@@ -206,3 +206,16 @@ def test_a_wait_for_a_list_is_compiled_as_one_for_each():
     (out,) = [node for node in graph.nodes if node.op == "output"]
     assert [wait.args[0] for wait in out.args[0]] == [y, x]
     graph.lint()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.distributed_c10d._world, "_pg_flight_recorder_hooks"),
+    reason="torch has hooks of groups from 2.15 on",
+)
+def test_hooks_of_groups_outlive_a_world_inside(solo):
+    """destroy_process_group forgets the hooks of all groups, but not of the world around."""
+    hooks = torch.distributed.distributed_c10d._world.pg_flight_recorder_hooks
+    hooks[solo] = "a hook"
+    with fcoll.fake_world(tp=2):
+        torch.distributed.destroy_process_group()
+    assert hooks == {solo: "a hook"}
