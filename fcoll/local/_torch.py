@@ -70,7 +70,7 @@ disabled_torch_function = private("torch._C", "_disabled_torch_function_impl")
 # LocalIntNode's comparisons return it: what SymBool wraps.
 constant_bool = private("torch._C", "_get_constant_bool_symnode")
 
-# all_gather_object has one plain tensor for all ranks, which it gathers into a list until 2.13
+# all_gather_object has one plain tensor for all ranks, which it gathers into a list until 2.14
 # and into one tensor in 2.15.
 OBJECTS_IN_ONE_TENSOR = (
     "all_gather_single" in inspect.unwrap(dist.all_gather_object).__code__.co_names
