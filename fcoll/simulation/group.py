@@ -30,6 +30,15 @@ from fcoll.transport.protocol import Then
 MAKE_GROUPS = ("new_group", "init_process_group", "split_group")
 
 
+class NoBackend:
+    """What dist.batch_isend_irecv (from torch 2.15 on) asks of any group."""
+
+    supports_coalescing = supports_splitting = False
+
+    def name(self) -> str:
+        return "simulated"
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """The group of ``channel`` as the rank ``owner`` sees it."""
 
@@ -87,6 +96,9 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> NoBackend:
+        return NoBackend()
 
     def get_group_store(self) -> Any:
         return self.store

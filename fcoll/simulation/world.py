@@ -37,6 +37,7 @@ class RankWorld(_torch.PYTHON_WORLD):  # type: ignore[misc, name-defined]
     tags_to_pg: Any = None
     pg_to_tag: Any = None
     pg_coalesce_state: Any = None
+    pg_flight_recorder_hooks: Any = None  # from torch 2.15 on
     comms: Any = None
     group_count: Any = 0
 
@@ -70,6 +71,7 @@ _DICTS = (
     "tags_to_pg",
     "pg_to_tag",
     "pg_coalesce_state",
+    "pg_flight_recorder_hooks",
 )
 
 
