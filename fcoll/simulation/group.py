@@ -280,6 +280,11 @@ class SimulatedGroup(dist.ProcessGroup):
         facts = f"to rank {root}", *dtypes(ins)
         return self.start("gather", facts, Part(_plain(ins), where, root=root))
 
+    def gather_single(self, out: Any, x: Any, opts: Any = None) -> SimulatedWork:
+        """dist.gather_single, from torch 2.14 on; elsewhere than on the root, out is empty."""
+        parts = list(out.chunk(self.n)) if out.numel() else []
+        return self.gather([parts], [x], opts)
+
     def scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
         root = 0 if opts is None else opts.rootRank
         parts = _plain(ins[0]) if ins else []
