@@ -375,6 +375,7 @@ def fresh_world() -> Iterator[None]:
     _register(names, on=False)
     vars(c10d).update({name: {} for name in WORLD_TABLES}, _group_count=0)
     world._pg_coalesce_state, world._comms = {}, []
+    world._pg_flight_recorder_hooks = {}  # 2.15: destroy_process_group clears it
     c10d._update_default_pg(None)
     _forget_meshes()
     try:

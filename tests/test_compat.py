@@ -209,6 +209,14 @@ CALLS |= {
     "reduce_scatter_tensor_coalesced": CALLS["reduce_scatter_single_coalesced"],
     "all_to_all_single_autograd": CALLS["all_to_all_single"],
 }
+if "reduce_scatter_inplace" in OURS:  # torch has them from 2.15 on
+    CALLS |= {
+        "reduce_scatter_inplace": [
+            lambda f, r, n, g: into(f, torch.zeros(2, 3), [*part(r, n, 2, 3)], group=g),
+            lambda f, r, n, g: into(f, torch.zeros(()), [*part(r, n)], "max", g),
+        ],
+        "wait_tensors": [lambda f, r, n, g: f([part(r, 3), part(r, 2)])],
+    }
 
 
 def test_every_collective_has_a_call():
@@ -259,7 +267,7 @@ def results(rank: int) -> dict[str, list[str]]:
     return {call: [k for k, _ in outs] for call, outs in observed(compat, rank, n, g).items()}
 
 
-FUNCTIONAL = [n for n in CALLS if "inplace" not in n and n != "wait_tensor"]
+FUNCTIONAL = [n for n in CALLS if "inplace" not in n and "wait" not in n]
 
 
 def all_async(kinds: dict[str, list[str]]) -> bool:
@@ -321,8 +329,11 @@ class Capture:
         return make_boxed_func(gm)
 
 
-# The patched programs below have them.
-NOT_COMPILED = ("wait_tensor", "isend_inplace", "irecv_inplace", "batch_p2p_ops_inplace")
+# The patched programs below have them, or they start nothing.
+NOT_COMPILED = (
+    *("wait_tensor", "wait_tensors"),
+    *("isend_inplace", "irecv_inplace", "batch_p2p_ops_inplace"),
+)
 
 
 def compiled(rank: int) -> dict[str, tuple[list, list, list[str]]]:

@@ -77,6 +77,27 @@ assert "torch._C._distributed_c10d.FakeWork" in raises(fcoll.local._torch.done)
     )
 
 
+def test_a_version_with_all_names_works_after_one_warning():
+    run(
+        UNKNOWN
+        + """
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import fcoll
+    with fcoll.fake_world(tp=2) as mesh:
+        trace = fcoll.trace(lambda x: fcoll.all_reduce(x @ x, "sum", mesh), torch.ones(4, 4))
+        plan = fcoll.schedule(trace, machine="h100")
+    assert [c.op for c in trace.collectives] == ["all_reduce"] and plan.makespan_us > 0
+    step = lambda x: fcoll.all_reduce(x, "sum", "tp")
+    assert fcoll.simulate(step, mesh_shape={"tp": 2})(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
+    ranks = fcoll.simulate_ranks(lambda rank: fcoll.all_reduce(torch.ones(1)).item(), 2)
+    assert list(ranks) == [2, 2], ranks
+ours = [w for w in told if "fcoll is tested with" in str(w.message)]
+assert len(ours) == 1, [str(w.message) for w in told]
+"""
+    )
+
+
 def test_without_any_of_the_names_everything_imports():
     run(
         IMPORT_ALL
@@ -206,3 +227,54 @@ def test_a_wait_for_a_list_is_compiled_as_one_for_each():
     (out,) = [node for node in graph.nodes if node.op == "output"]
     assert [wait.args[0] for wait in out.args[0]] == [y, x]
     graph.lint()
+
+
+from_2_14 = pytest.mark.skipif(
+    not hasattr(torch.distributed, "gather_single"), reason="torch has gather_single from 2.14 on"
+)
+
+
+def gathered(rank):
+    """Rank 1's result of dist.gather_single to it."""
+    dist = torch.distributed
+    whole = torch.zeros(4) if rank == 1 else None
+    dist.gather_single(torch.arange(2.0) + 10 * rank, whole, dst=1)
+    return whole
+
+
+@from_2_14
+def test_gather_single_on_simulated_ranks():
+    _, whole = fcoll.simulate_ranks(gathered, 2)
+    assert whole.tolist() == [0, 1, 10, 11]
+
+
+@from_2_14
+def test_gather_single_in_a_trace():
+    for rank in (0, 1):
+        with fcoll.fake_world(tp=2, rank=rank):
+            trace = fcoll.trace(gathered, rank)
+        assert [c.op for c in trace.collectives] == ["gather"]
+
+
+@from_2_14
+def test_gather_single_of_local_tensors():
+    from fcoll.local import LocalTensorMode, rank_map
+
+    with fcoll.fake_world(tp=2), LocalTensorMode(2):
+        x = rank_map(lambda r: torch.arange(2.0) + 10 * r)
+        whole = torch.zeros(4)
+        torch.distributed.gather_single(x, whole)
+    assert [t.tolist() for t in whole._local_tensors.values()] == [[0, 1, 10, 11], [0] * 4]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.distributed_c10d._world, "_pg_flight_recorder_hooks"),
+    reason="torch has hooks of groups from 2.15 on",
+)
+def test_hooks_of_groups_outlive_a_world_inside(solo):
+    """destroy_process_group forgets the hooks of all groups, but not of the world around."""
+    hooks = torch.distributed.distributed_c10d._world.pg_flight_recorder_hooks
+    hooks[solo] = "a hook"
+    with fcoll.fake_world(tp=2):
+        torch.distributed.destroy_process_group()
+    assert hooks == {solo: "a hook"}

@@ -76,7 +76,11 @@ def broadcast_(
 
 
 def _allgather_base_(output: Any, input: Any, group: Any, *more: Any, **options: Any) -> Any:
-    _into(output, "all_gather_into_tensor", input, group)
+    if _torch.OBJECTS_IN_ONE_TENSOR and not isinstance(input, LocalTensor):
+        for t in local(output, "Output")._local_tensors.values():
+            t.copy_(torch.cat([input] * (t.numel() // input.numel())))
+    else:
+        _into(output, "all_gather_into_tensor", input, group)
     return output, _torch.done()
 
 
@@ -136,6 +140,17 @@ def gather_(
         for i, r in enumerate(g):
             local(lists[i], "Output")._local_tensors[g[root_rank]].copy_(x._local_tensors[r])
     return _torch.done()
+
+
+def gather_into_tensor_(
+    output: Any, input: Any, group: Any, root_rank: int, *more: Any, **options: Any
+) -> Any:
+    """dist.gather_single, from torch 2.14 on."""
+    x, out = local(input), local(output, "Output")
+    for g in _groups(group, x):
+        whole = torch.cat([x._local_tensors[r] for r in g])
+        out._local_tensors[g[root_rank]].copy_(whole)
+    return output, _torch.done()
 
 
 def scatter_(
@@ -318,7 +333,8 @@ OPS: dict[str, Callable[..., Any]] = {
     fn.__name__: fn
     for fn in (
         allreduce_, allreduce_coalesced_, reduce_, broadcast_, _allgather_base_,
-        allgather_into_tensor_coalesced_, allgather_, allgather_coalesced_, gather_, scatter_,
+        allgather_into_tensor_coalesced_, allgather_, allgather_coalesced_, gather_,
+        gather_into_tensor_, scatter_,
         _reduce_scatter_base_, reduce_scatter_tensor_coalesced_, reduce_scatter_, alltoall_,
         alltoall_base_, barrier, monitored_barrier_, check_for_nan, send, recv_,
         recv_any_source_,

@@ -7,6 +7,7 @@ Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names. Nothing
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -68,6 +69,12 @@ disable_dynamo = private("torch", "_disable_dynamo", instead=lambda fn: fn)
 disabled_torch_function = private("torch._C", "_disabled_torch_function_impl")
 # LocalIntNode's comparisons return it: what SymBool wraps.
 constant_bool = private("torch._C", "_get_constant_bool_symnode")
+
+# all_gather_object has one plain tensor for all ranks, which it gathers into a list until 2.14
+# and into one tensor in 2.15.
+OBJECTS_IN_ONE_TENSOR = (
+    "all_gather_single" in inspect.unwrap(dist.all_gather_object).__code__.co_names
+)
 
 # In a dispatch handler all keys above Python are switched off, vmap's too: these bring it back.
 _VMAP_KEYS = (

@@ -31,6 +31,15 @@ from fcoll.transport.protocol import Then
 MAKE_GROUPS = ("new_group", "init_process_group", "split_group")
 
 
+class NoBackend:
+    """What dist.batch_isend_irecv (from torch 2.15 on) asks of any group."""
+
+    supports_coalescing = supports_splitting = False
+
+    def name(self) -> str:
+        return "simulated"
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """The group of ``channel`` as the rank ``owner`` sees it."""
 
@@ -88,6 +97,9 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> NoBackend:
+        return NoBackend()
 
     def get_group_store(self) -> Any:
         return self.store
@@ -272,6 +284,11 @@ class SimulatedGroup(dist.ProcessGroup):
             _count("gather", where, self.n)
         facts = f"to rank {root}", *dtypes(ins)
         return self.start("gather", facts, Part(_plain(ins), where, root=root))
+
+    def gather_single(self, out: Any, x: Any, opts: Any = None) -> SimulatedWork:
+        """dist.gather_single, from torch 2.14 on; elsewhere than on the root, out is empty."""
+        parts = list(out.chunk(self.n)) if out.numel() else []
+        return self.gather([parts], [x], opts)
 
     def scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
         root = 0 if opts is None else opts.rootRank

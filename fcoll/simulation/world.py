@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fcoll.errors import BadOption
+from fcoll.errors import BadOption, NotOnSimulatedRanks
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.group import SimulatedGroup
@@ -37,6 +37,7 @@ class RankWorld(_torch.PYTHON_WORLD):  # type: ignore[misc, name-defined]
     tags_to_pg: Any = None
     pg_to_tag: Any = None
     pg_coalesce_state: Any = None
+    pg_flight_recorder_hooks: Any = None  # from torch 2.15 on
     comms: Any = None
     group_count: Any = 0
 
@@ -70,6 +71,7 @@ _DICTS = (
     "tags_to_pg",
     "pg_to_tag",
     "pg_coalesce_state",
+    "pg_flight_recorder_hooks",
 )
 
 
@@ -150,10 +152,14 @@ def _new_group(
     pg_tag: str | None = None,
     device_id: Any = None,
     group_desc: str | None = None,
+    enable_reconfigure: bool = False,  # from torch 2.15 on
 ) -> tuple[Any, Any]:
     """What c10d makes every group by; members wait for one another, as gloo's do."""
     me = this_rank()
     assert me is not None
+    if enable_reconfigure:
+        what = "init_process_group(enable_reconfigure=True)"
+        raise NotOnSimulatedRanks(what=what, hint="Leave it out: no rank joins later.")
     ranks = tuple(global_ranks_in_group)
     if not ranks:
         _check_place(group_rank, group_size)

@@ -81,6 +81,13 @@ def _gather(a: Call) -> Started:
     return [(result, _Parts(a.output_tensors[0]) if a.output_tensors else None)]
 
 
+def _gather_tensor(a: Call) -> Started:
+    """dist.gather_single, from torch 2.14 on; elsewhere than on the root, the output is empty."""
+    result = torch.ops.fcoll.gather(a.input_tensor.unsqueeze(0), a.root_rank, a.n, a.name)
+    parts = a.output_tensor.chunk(a.n) if a.output_tensor.numel() else None
+    return [(result, _Parts(parts) if parts else None)]
+
+
 def _scatter(a: Call) -> Started:
     out = a.output_tensors[0]
     whole = torch.stack(a.input_tensors[0]) if a.input_tensors else out.new_empty(a.n, *out.shape)
@@ -130,6 +137,7 @@ _STARTS: dict[str, Callable[[Call], Started]] = {
     "reduce_": _reduce,
     "broadcast_": _broadcast,
     "gather_": _gather,
+    "gather_into_tensor_": _gather_tensor,
     "scatter_": _scatter,
     "alltoall_base_": _all_to_all_base,
     "alltoall_": _all_to_all,
@@ -153,6 +161,7 @@ ROWS = {
     "reduce_": "reduce",
     "broadcast_": "broadcast_",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "alltoall_base_": "all_to_all_single",
     "alltoall_": "all_to_all_single",

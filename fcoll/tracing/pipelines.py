@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ def stages_told(
 
     def vote(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         for one in stages:
+            if getattr(one, "p2p_per_edge", False):  # from torch 2.15 on, as on a fake group
+                ranks = one.stage_index_to_group_rank.values()
+                one._p2p_edge_groups = dict.fromkeys(permutations(ranks, 2), one._parent_group)
             if isinstance(one, stage.PipelineStage):
                 asks = stage.InferenceMode.needs_dynamic(one._user_meta, has_backward)
                 modes = stage.InferenceMode
@@ -61,7 +65,9 @@ def stages_told(
         peer = self._resolve_peer_global_rank(src_stage)
         return ask(about(self, src_stage, self.stage_index), peer, what)
 
-    of_schedules = {"_initialize_pp_stages": initialize, "_warmup_p2p": vote}
+    # of these two names torch has the first until 2.14 and the second from 2.15 on
+    votes = dict.fromkeys(("_warmup_p2p", "_initialize_pipeline_distributed_state"), vote)
+    of_schedules = {"_initialize_pp_stages": initialize, **votes}
     with (
         _torch.replaced(schedules._PipelineSchedule, of_schedules),
         _torch.replaced(stage.PipelineStage, {"_send_meta": send, "_recv_meta": receive}),

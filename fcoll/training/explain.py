@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 FINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+KEEPS_BUCKETS = (
+    "fcoll's reducer keeps its buckets from one backward pass to the next: "
+    "lazy_bucket_allocation=True saves no memory with it."
+)
 SHOWN = 8  # modules or parameters that a sentence lists
 
 

@@ -90,9 +90,12 @@ class Reducer(Settings):
         use_python_reducer: bool = False,
         bucket_bytes_cap_list: Sequence[int] = (),
         batched_grad_copy: bool = False,  # they always are: a bucket is filled when it is sent
+        lazy_bucket_allocation: bool = False,  # torch has it from 2.15 on
     ) -> None:
         if not params:
             raise BadBuckets(why="Expected at least one parameter", hint="Pass the parameters.")
+        if lazy_bucket_allocation:
+            warnings.warn(explain.KEEPS_BUCKETS, stacklevel=2)
         open_doors()
         super().__init__()
         self.params = list(params)

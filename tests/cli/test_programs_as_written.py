@@ -164,6 +164,14 @@ def test_a_stage_alone_says_what_it_needs():
             fcoll.trace(fn, *args)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.config, "pipeline_per_edge_p2p"), reason="from torch 2.15 on"
+)
+def test_a_pipeline_with_a_communicator_an_edge():
+    with torch.distributed.config.patch(pipeline_per_edge_p2p=True):
+        fcoll.check(loaded("pipelined:one_f_one_b"), mesh={"pp": 2})
+
+
 def test_a_pipeline_is_afterwards_as_it_was():
     build = loaded("pipelined:one_f_one_b")
     with fcoll.fake_world(pp=4, rank=0) as mesh:

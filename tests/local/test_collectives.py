@@ -15,6 +15,7 @@ from fcoll.local import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
+    _torch,
     maybe_disable_local_tensor_mode,
 )
 
@@ -341,8 +342,16 @@ def test_barriers_and_objects():
 
 
 def test_plain_tensors_are_refused():
-    plain = torch.ones(2)
+    plain, longer = torch.ones(2), torch.ones(8)
     with fake_world(W), LocalTensorMode(W):
         local = torch.zeros(8)
         with pytest.raises(AssertionError, match="must be a LocalTensor"):
+            reduce_scatter_into(torch.zeros(2), longer)
+        with pytest.raises(AssertionError, match="must be a LocalTensor"):
+            all_gather_into(plain, local)
+        if _torch.OBJECTS_IN_ONE_TENSOR:  # all_gather_object needs it: the same on all ranks
             all_gather_into(local, plain)
+            assert local.reconcile().tolist() == [1] * 8
+        else:
+            with pytest.raises(AssertionError, match="must be a LocalTensor"):
+                all_gather_into(local, plain)

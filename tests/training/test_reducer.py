@@ -153,6 +153,13 @@ def test_a_static_graph_that_changes_says_how(solo):
         reducer.set_static_graph()
 
 
+def test_buckets_are_kept(solo):
+    """An argument that torch has from 2.15 on. Its DDP passes all of them."""
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.warns(UserWarning, match="lazy_bucket_allocation=True saves no memory"):
+        fcoll.Reducer(params, [[0]], [100], solo, lazy_bucket_allocation=True)
+
+
 def test_a_hook_is_checked(solo):
     model = Branch()
     reducer = reducer_of(model)
