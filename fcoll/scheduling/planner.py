@@ -40,6 +40,7 @@ _NEVER = float("inf")
 #: tried what gains: by default and where changes are asked for.
 BY_DEFAULT, ASKED_FOR = Budget(9_000, 7_000), Budget(80_000, 40_000)
 GRAPHS = 5  # by default no more
+SUMS = "sums"  # of ``splits``
 
 
 def schedule(
@@ -51,7 +52,7 @@ def schedule(
     scheduler: str | Scheduler = "overlap",
     sizes: Mapping[str, int] | None = None,
     buckets: bool | None = None,
-    splits: bool | None = None,
+    splits: bool | str | None = None,
     reuse: bool | None = None,
     runtime: Runtime | None = None,
 ) -> Plan:
@@ -68,8 +69,9 @@ def schedule(
     ones, and the products around them, be run in chunks? ``reuse``: may one that has run before on
     the same data be left out, and the result kept? By default yes, but with {node name: us}, which
     says nothing of the nodes that come of it. With True these get prices that follow from the given
-    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits=True`` also
-    sums products over rows (``x.t() @ y``) chunk by chunk, which rounds once more a chunk.
+    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits="sums"`` is
+    True, and products over rows (``x.t() @ y``, the gradients of weights) may be summed chunk by
+    chunk, too. That rounds to the tensor's dtype once more a chunk, so nothing else does it.
     ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
@@ -85,14 +87,14 @@ def schedule(
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     allowed = entry.buckets and not isinstance(costs, Mapping)
+    splits, sums = split_switch(splits)
     budget = ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT
-    sums = splits is True and entry.buckets
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector(), values_kept():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
-        wanted = Wanted(buckets, splits, reuse, sums)
+        wanted = Wanted(buckets, splits, reuse, sums and splits)
         return _schedule(trace, reading, memory_cap, entry, wanted, budget)
 
 
@@ -275,6 +277,14 @@ def _read(
             trace.graph_module, trace.collectives, sizes=known, fuse=fuse, priced=priced
         )
     return _Program(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
+
+
+def split_switch(splits: bool | str | None) -> tuple[bool | None, bool]:
+    """May there be splits, and sums by chunks in them?"""
+    if not (splits is None or isinstance(splits, bool) or splits == SUMS):
+        known = f"None, True, False, {SUMS!r}"
+        raise BadOption(op="schedule", arg="splits", value=splits, known=known)
+    return (True, True) if splits == SUMS else (splits, False)  # type: ignore[return-value]
 
 
 def cap_bytes(cap: int | str | None, peak: int) -> int | None:
