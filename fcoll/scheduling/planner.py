@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,6 +270,9 @@ def _read(
         known = {**sizes_of(trace), **(sizes or {})}
         steps = steps_of(trace, collectives, sizes=known, fuse=fuse, priced=priced)
         return _Program(steps, collectives, input_bytes(trace), known, trace)
+    if not hasattr(trace, "collectives"):
+        takes = "a Trace (fcoll.trace), a torch.fx.GraphModule, (steps, collectives)"
+        raise BadOption(op="schedule", arg="trace", value=type(trace).__name__, known=takes)
     known = {**trace.sizes, **(sizes or {})}
     steps = trace.steps
     if trace.graph_module is not None and (sizes or not fuse):
@@ -289,7 +292,7 @@ def split_switch(splits: bool | str | None) -> tuple[bool | None, bool]:
 
 def cap_bytes(cap: int | str | None, peak: int) -> int | None:
     """A cap in bytes: as it is, or relative to a peak."""
-    if cap is None or (isinstance(cap, int) and cap > 0):
+    if cap is None or (isinstance(cap, int) and not isinstance(cap, bool) and cap > 0):
         return cap
     found = re.fullmatch(r"([+-]\d+(\.\d+)?)%", cap.strip()) if isinstance(cap, str) else None
     if found is None:
@@ -326,10 +329,20 @@ def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, machine: M
     )
 
 
+def _names(entry: Entry, given: Any) -> list[str]:
+    """What a scheduler gives, names or steps, as names."""
+    made = list(given) if isinstance(given, Iterable) else [given]
+    names = [x if isinstance(x, str) else getattr(x, "name", None) for x in made]
+    if None in names:
+        wrong = made[names.index(None)]
+        raise BadPlan(scheduler=entry.name, why=f"it gives {wrong!r}, which is no step or name")
+    return [str(name) for name in names]
+
+
 def _ordered(job: Job, entry: Entry, cap: int | None) -> tuple[tuple[Step, ...], Outcome]:
     """What the scheduler makes of the steps: an order that is complete, and what it is worth."""
-    given = [x if isinstance(x, str) else x.name for x in entry.run(job)]
-    if not given and len(job):
+    given = _names(entry, entry.run(job))
+    if not given and job.cap_bytes < job.original.peak_bytes:
         raise MemoryCapTooSmall(
             cap=show_bytes(int(job.cap_bytes)),
             least=show_bytes(Overlap(job.problem, 0.0).leanest.peak_bytes),

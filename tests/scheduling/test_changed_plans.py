@@ -6,12 +6,13 @@ import pytest
 import row_programs as rows
 import torch
 from test_splits import SLOW, same_values, starts_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
 from fcoll.scheduling import planner
 from fcoll.scheduling.priced import Budget
 
-CAPS = ("+0%", "+4%", "+15%", "+60%", None)
+CAPS = ("+0%", "+30%", None)
 
 
 def training_step(seed: int, layers: int):
@@ -44,11 +45,12 @@ def training_step(seed: int, layers: int):
 
 def cheap(monkeypatch) -> None:
     """Few changed graphs: the test is not of the best plan."""
-    monkeypatch.setattr(planner, "ASKED_FOR", Budget(4_000, 3_000))
+    monkeypatch.setattr(planner, "ASKED_FOR", Budget(700, 500))
+    monkeypatch.setattr(planner, "BY_DEFAULT", Budget(600, 400))
 
 
 @pytest.mark.parametrize("splits", [None, True, "sums"])
-@pytest.mark.parametrize(("seed", "layers"), [(0, 2), (1, 2), (2, 6), (5, 3)])
+@pytest.mark.parametrize(("seed", "layers"), [(1, 2), (2, 6)])
 def test_plans_under_every_cap(seed, layers, splits, monkeypatch):
     cheap(monkeypatch)
     n, before = 2 + 2 * (seed % 2), None
@@ -70,22 +72,19 @@ def test_plans_under_every_cap(seed, layers, splits, monkeypatch):
         assert plan.splits or plan.reuses or plan.buckets
 
 
-def test_some_of_them_have_each_change(monkeypatch):
-    cheap(monkeypatch)
-    found = set()
-    with fcoll.fake_world(tp=4) as mesh:
+def test_a_graph_that_was_traced_with_real_tensors():
+    """Its values have a fake mode each."""
+    x = torch.ones(16, rows.D, dtype=torch.float64)
+    w = torch.ones(rows.D, rows.D, dtype=torch.float64)
+    with fcoll.fake_world(tp=2) as mesh:
         group = mesh.get_group("tp").group_name
-        for seed in (1, 2):
-            graph = rows.graph_of(training_step(seed, 2), 4, group)
-            plan = fcoll.schedule(
-                graph, SLOW, memory_cap=None, splits="sums", buckets=True, reuse=True
-            )
-            found |= {name for name in ("splits", "reuses", "buckets") if getattr(plan, name)}
-            found |= {"sums"} if any(split.sums for split in plan.splits) else set()
-    assert {"splits", "reuses"} <= found, found
+        graph = make_fx(lambda x, w: rows.rows_parallel(x, w, 2, group))(x, w)
+        plan = fcoll.schedule(graph, SLOW, memory_cap=None)
+        assert plan.splits
+        same_values(graph, plan.apply(), 2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_given_prices(seed, monkeypatch):
     """Random times by name: what comes of them is priced by them."""
     cheap(monkeypatch)
@@ -105,8 +104,12 @@ def test_given_prices(seed, monkeypatch):
         same_values(graph, plan.apply(), 2)
 
 
-def test_a_word_that_splits_do_not_know():
+def test_arguments_that_are_none():
     with fcoll.fake_world(tp=2) as mesh:
         graph = rows.graph_of(training_step(0, 1), 2, mesh.get_group("tp").group_name)
-        with pytest.raises(fcoll.errors.BadOption, match="splits"):
+        with pytest.raises(fcoll.errors.BadOption, match="splits='exact'"):
             fcoll.schedule(graph, SLOW, splits="exact")
+        with pytest.raises(fcoll.errors.BadOption, match="costs=5"):
+            fcoll.schedule(graph, SLOW, costs=5)
+        with pytest.raises(fcoll.errors.BadOption, match="trace='Linear'"):
+            fcoll.schedule(torch.nn.Linear(2, 2))
