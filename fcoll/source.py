@@ -133,8 +133,15 @@ def line_of(error: BaseException) -> str:
 
 def user_frames(stack_trace: str | None) -> tuple[Site, ...]:
     """The user's frames in a stack trace as graphs keep it, innermost last."""
-    found = ((name, int(line)) for name, line in _FRAME.findall(stack_trace or ""))
-    return tuple(site for site in found if not is_library(site[0]))
+    if not stack_trace:
+        return ()
+    return tuple([site for site in _frames(stack_trace) if not is_library(site[0])])
+
+
+@functools.lru_cache(maxsize=4096)
+def _frames(stack_trace: str) -> tuple[Site, ...]:
+    """All of them. The nodes of one line have the same trace."""
+    return tuple((name, int(line)) for name, line in _FRAME.findall(stack_trace))
 
 
 def show(site: Site) -> str:

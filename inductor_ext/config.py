@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fcoll.costs.machine import Machine, machine_dir
-from fcoll.scheduling.planner import cap_bytes
+from fcoll.scheduling.planner import cap_bytes, split_switch
 from fcoll.scheduling.registry import scheduler_key, scheduler_of
 from inductor_ext.errors import UnknownForm, UnknownSetting
 
@@ -71,7 +71,8 @@ class Config:
     #: never holds more than that order, whatever this is.
     memory_cap: int | str | None = "+5%"
     #: May "overlap" and "search" run large collectives, and the products around them, in chunks?
-    splits: bool = False
+    #: "sums": and add products over rows (gradients of weights) up by chunks, which rounds more.
+    splits: bool | str = False
     #: Whose prices plans are made with: a Machine, its name, a TOML file. None: what ``fcoll
     #: calibrate`` measured, else a preset. All ranks must have the same.
     machine: Any = None
@@ -151,6 +152,8 @@ def _check(name: str, value: Any) -> None:
         Machine.of(value)
     if name == "memory_cap":
         cap_bytes(value, 1)
+    if name == "splits":
+        split_switch(value)
 
 
 def _limit(sizes: dict[int, int], n: int) -> int:

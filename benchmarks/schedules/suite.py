@@ -39,7 +39,6 @@ from fcoll.scheduling.problem import problem_of
 from fcoll.units import table
 
 RULES = ("sink_waits", "raise_comms", "reorder_compute")
-RATIOS = (0.3, 1.0, 3.0)
 FAMILIES: dict[str, dict] = {
     "ddp": dict(data="ddp"),
     "fsdp": dict(data="fsdp"),
@@ -91,12 +90,12 @@ HEAD = (
 
 
 def planned(
-    made: Program, scheduler: str, cap: int | None = None, change: bool = False
+    made: Program, scheduler: str, cap: int | None = None, change: bool | str = False
 ) -> tuple[Plan | None, float]:
     """A plan, and the CPU seconds that it took; None where the scheduler fails."""
     begin = time.process_time()
     options = {"costs": made.costs, "scheduler": scheduler, "memory_cap": cap}
-    may = dict.fromkeys(("splits", "buckets", "reuse"), change)
+    may = {"splits": change, "buckets": bool(change), "reuse": bool(change)}
     try:
         plan = fcoll.schedule(made.graph_module, made.machine, **options, **may)
     except BadPlan:  # torch's, on some graphs of two groups
@@ -105,7 +104,7 @@ def planned(
 
 
 def measure(
-    family: str, layers: int, ratio: float, groups: dict[str, str], change: bool = True
+    family: str, layers: int, ratio: float, groups: dict[str, str], change: bool | str = True
 ) -> Row:
     made = program(Shape(family, layers, ratio=ratio, **FAMILIES[family]), groups)
     theirs, torch_s = planned(made, "torch")
@@ -205,18 +204,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", default="8", help="8,32,80")
     parser.add_argument("--only", default="", help="families, separated by commas")
+    parser.add_argument("--ratios", default="0.3,1,3", help="collectives : compute")
     parser.add_argument("--fixed", action="store_true", help="plan the graph as it is")
+    parser.add_argument("--sums", action="store_true", help='splits="sums" instead of True')
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # torch says that there is no GPU
     only = [name for name in args.only.split(",") if name] or list(FAMILIES)
     rows = []
+    change = False if args.fixed else "sums" if args.sums else True
     axes = ("dp", "shard", "tp", "cp", "ep")
     with fcoll.fake_world(dp=2, shard=8, tp=8, cp=2, ep=8) as mesh:
         groups = {axis: mesh.get_group(axis).group_name for axis in axes}
         for layers in map(int, args.layers.split(",")):
             for family in only:
-                for ratio in RATIOS:
-                    rows.append(measure(family, layers, ratio, groups, not args.fixed))
+                for ratio in map(float, args.ratios.split(",")):
+                    rows.append(measure(family, layers, ratio, groups, change))
                     print(*rows[-1].cells(), sep="  ", file=sys.stderr, flush=True)
     print("\n".join(table([HEAD, *(row.cells() for row in rows)], "<>>>>>><>>>>")))
     print()

@@ -19,7 +19,7 @@ from fcoll.imports import is_missing, private, say_what_is_missing
 
 def call_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name; the dispatcher leaves out those that have their default."""
-    named = {a.name: a.default_value for a in op._schema.arguments}
+    named = dict(_defaults(op))
     named.update(zip(named, args, strict=False))
     named.update(kwargs)
     return named
@@ -40,6 +40,13 @@ def _by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[1]
 
     return ask
+
+
+@_by_identity
+def _defaults(op: Any) -> dict[str, Any]:
+    """Of each argument of an op; None where it has none. Torch makes a schema's objects anew each
+    time: 4 us a call."""
+    return {a.name: a.default_value for a in op._schema.arguments}
 
 
 @_by_identity
@@ -96,6 +103,11 @@ def op_only_allocates(op: Any) -> bool:
 @_by_identity
 def op_reduces(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.reduction in op.tags
+
+
+@_by_identity
+def op_is_pointwise(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ())
 
 
 @_by_identity

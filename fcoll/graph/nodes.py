@@ -21,10 +21,9 @@ def row_of_node(node: Any) -> Collective | None:
     """The row of a node that calls a collective or a wait, None of any other."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    known = _names.get(id(node.target))
-    if known is None or known[0] is not node.target:
-        return row_named(_op_name(node.target))
-    return row_named(known[1])
+    target = node.target
+    known = _names.get(id(target))
+    return row_named(known[1] if known and known[0] is target else _op_name(target))
 
 
 _names: dict[int, tuple[Any, str]] = {}  # by id: to hash an op takes as long as to name it

@@ -94,7 +94,8 @@ def sizes_of(graph_module: GraphModule) -> dict[str, int]:
                 if type(size) is not int:
                     sizes |= values_of(size)
     for node, row in collectives(graph_module.graph):
-        sizes = _even_shares(node, row, sizes) | sizes
+        if SPLITS[0] in row.position or (row.replicates and "sizes" in row.position):
+            sizes = _even_shares(node, row, sizes) | sizes
     return sizes
 
 
@@ -104,10 +105,8 @@ def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[
     given = arguments(node)
     if SPLITS[0] in row.position:
         parts, dim, shares = [x for key in SPLITS for x in given[key]], 0, len(given[SPLITS[0]])
-    elif row.replicates and "sizes" in row.position:
-        parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
     else:
-        return {}
+        parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
     symbols = [x for x in parts if isinstance(x, sympy.Symbol)]
     try:
         size = Hints(sizes)(given["input"].meta["val"].shape[dim]) if symbols else 0
@@ -134,12 +133,20 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _nbytes(node: Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
     return sum((x.numel() * x.dtype.itemsize for x in _tensors(node)), 0)
 
 
 def _dtype(node: Node) -> str:
     tensors = _tensors(node)
-    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return _dtype_name(tensors[0].dtype) if tensors else ""
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(eq=False)
@@ -215,6 +222,7 @@ class _Walk:
         self.readers: dict[str, list[str]] = {}
         self.last_use: dict[str, str | None] = {}  # None: used to the end
         self.in_flight: dict[str, _Flight] = {}  # by the storage of the result
+        self.flops: dict[Any, Any] = {}  # of products of known sizes
 
     def visit(self, node: Node) -> None:
         row = row_of_node(node)
@@ -244,9 +252,10 @@ class _Walk:
             self.sizes[node] = _nbytes(node)
         return self.sizes[node]
 
-    def storages_of(self, nodes: Iterable[Node]) -> Iterator[str]:
-        found = (s for node in nodes for s in self.storages.get(node, ()))
-        return iter(dict.fromkeys(found))
+    def storages_of(self, nodes: Sequence[Node]) -> Sequence[str]:
+        if len(nodes) == 1:
+            return self.storages.get(nodes[0], ())
+        return list(dict.fromkeys([s for node in nodes for s in self.storages.get(node, ())]))
 
     def keep(self, storage: str) -> None:
         if storage in self.drafts:
@@ -256,7 +265,7 @@ class _Walk:
 
     def wait(self, node: Node) -> None:
         """A wait completes its argument: it counts as a write to it, so that readers follow it."""
-        storages = list(self.storages_of(node.all_input_nodes))
+        storages = self.storages_of(node.all_input_nodes)
         self.storages[node] = tuple(storages)
         flights = [self.in_flight[s] for s in storages if s in self.in_flight]
         issued = flights[0].issued if flights else None
@@ -277,20 +286,32 @@ class _Walk:
         self.in_flight.update((s, _Flight(issued, sent)) for s in self.storages[node])
 
     def compute(self, node: Node) -> None:
-        flops = 0 if node.name in self.priced else _flops(node)
+        flops = 0 if node.name in self.priced else self.flops_of(node)
         draft = _Draft(node, "compute", self.place(node, None), flops=flops)
         draft.filled = not _torch.op_only_allocates(node.target)
         draft.effect = effect_of(node)
         self.run(draft)
+
+    def flops_of(self, node: Node) -> Any:
+        """Layers repeat: of equal products they are counted once, which takes torch 40 us."""
+        formula = _torch.flop_formula(node.target)
+        if formula is None:
+            return 0
+        key = _same_product(node)
+        if key is None:
+            return _flops(node, formula)
+        if key not in self.flops:
+            self.flops[key] = _flops(node, formula)
+        return self.flops[key]
 
     def place(self, node: Node, issued: Any) -> tuple[str, str, str]:
         return (issued.source, issued.module, issued.phase) if issued else self.where(node)
 
     def run(self, draft: _Draft) -> None:
         node = draft.node
-        used = list(self.storages_of(node.all_input_nodes))
+        used = self.storages_of(node.all_input_nodes)
         written_nodes = _written(node)
-        written = list(self.storages_of(written_nodes))
+        written = self.storages_of(written_nodes) if written_nodes else ()
         draft.inputs = self.needs(used, written)
         if draft.kind == "compute":
             if self.fuse and _torch.op_fuses(node.target):
@@ -306,13 +327,13 @@ class _Walk:
             draft.result = self.bytes[node.name]
         self.add(draft, used, written)
 
-    def needs(self, used: list[str], written: list[str]) -> list[str]:
+    def needs(self, used: Sequence[str], written: Sequence[str]) -> list[str]:
         """The steps that must come before: writers of what is used, readers of what is written."""
         before = [w for s in used if (w := self.writer[s])]
         before += [reader for s in written for reader in self.readers[s]]
         return list(dict.fromkeys(before))
 
-    def add(self, draft: _Draft, used: list[str], written: list[str]) -> None:
+    def add(self, draft: _Draft, used: Sequence[str], written: Sequence[str]) -> None:
         name = draft.node.name
         self.drafts[name] = draft
         draft.uses = [storage for storage in used if storage in self.drafts]
@@ -329,7 +350,7 @@ class _Walk:
 
     # -- fusion ---
 
-    def kernel_for(self, draft: _Draft, used: list[str]) -> _Kernel:
+    def kernel_for(self, draft: _Draft, used: Sequence[str]) -> _Kernel:
         """The group that a fusible step joins: those of all its producers, made one, if they are
         still open, of the same phase and loop over the same elements; else a new one.
 
@@ -431,7 +452,7 @@ class _Walk:
             made = draft.result if in_memory else 0
             written = made if draft.kind == "compute" and draft.filled else 0
             issued, (source, module, phase) = draft.collective, draft.where
-            yield Step(
+            yield _step(
                 name=name,
                 kind=draft.kind,
                 inputs=tuple(draft.inputs),
@@ -453,6 +474,14 @@ class _Walk:
             )
 
 
+def _step(**fields: Any) -> Step:
+    """A Step with all its fields. What a frozen dataclass does instead, field by field, takes three
+    times as long."""
+    made = object.__new__(Step)
+    made.__dict__.update(fields)
+    return made
+
+
 def _stream_names(collectives: Iterable[Any]) -> dict[str, str]:
     """A stream a group, named after its mesh axis where no other group has that name."""
     names: dict[str, str] = {}
@@ -464,10 +493,20 @@ def _stream_names(collectives: Iterable[Any]) -> dict[str, str]:
     return names
 
 
-def _flops(node: Node) -> Any:
-    formula = _torch.flop_formula(node.target)
-    if formula is None:
-        return 0
+def _same_product(node: Node) -> Any:
+    """Equal of products that take the same flops: the op and the sizes of two or three matrices.
+    None of other calls, and of sizes that are symbols."""
+    if node.kwargs or not 2 <= len(node.args) <= 3:
+        return None
+    vals = [x.meta.get("val") if isinstance(x, Node) else None for x in node.args]
+    if not all(isinstance(x, torch.Tensor) for x in vals):
+        return None
+    shapes = [tuple(x.shape) for x in vals if x is not None]
+    plain = all(type(size) is int for shape in shapes for size in shape)
+    return (id(node.target), *shapes) if plain else None
+
+
+def _flops(node: Node, formula: Callable[..., Any]) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     return formula(*args, **kwargs, out_val=node.meta.get("val"))
 

@@ -46,12 +46,16 @@ class Recipe(NamedTuple):
 
 def shape_of(node: Node) -> tuple[int, ...] | None:
     """Of a node whose value is a tensor of known sizes."""
-    val = node.meta.get("val")
-    if node.target in _LISTS:  # a list of parts: its chunks are those of what it is of
+    if node.target is _LIST:  # a list of parts: its chunks are those of what it is of
         return shape_of(node.args[0]) if isinstance(node.args[0], Node) else None
-    if not isinstance(val, Tensor) or not all(type(size) is int for size in val.shape):
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
         return None
-    return tuple(val.shape)
+    shape = tuple(val.shape)
+    for size in shape:
+        if type(size) is not int:
+            return None
+    return shape
 
 
 def chunk_dim(shape: Sequence[int] | None, blocks: int, k: int) -> int | None:
@@ -119,7 +123,7 @@ def blocks_after(user: Node, given: Node, blocks: int, k: int) -> int | None:
 
 def multiplies(node: Node) -> bool:
     """Is it a matrix product, which takes its time by its rows?"""
-    return node.op == "call_function" and node.target in _PRODUCTS
+    return node.op == "call_function" and any([node.target is op for op in _PRODUCTS])
 
 
 def is_view(node: Node) -> bool:
@@ -276,7 +280,7 @@ def _item(node: Node, blocks: int, k: int) -> Recipe | None:
 
 def _parts(node: Node) -> int | None:
     """How many equal parts a tensor is split into."""
-    if node.target not in _LISTS or not isinstance(node.args[1], int):
+    if node.target is not _LIST or not isinstance(node.args[1], int):
         return None
     size = (shape_of(node) or ())[_split_dim(node)]
     return None if size % node.args[1] else size // node.args[1]
@@ -344,15 +348,15 @@ _COLLECTIVES: dict[str, Rule] = {
     ALL_REDUCE.name: _collective(lambda q, n: q),
     ALL_TO_ALL_SINGLE.name: _exchange,
 }
-_PRODUCTS = {aten.mm.default, aten.addmm.default}
-_LISTS = {aten.split.Tensor}
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_LIST = aten.split.Tensor
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 _BY_OP: dict[Any, Rule] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_REDUCTIONS, _behind(1, "dim", None)),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _behind(1, "dim", None)),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
-    **dict.fromkeys(_LISTS, _list),
+    _LIST: _list,
     **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.detach.default), _same),
     operator.getitem: _item,
     aten.cat.default: _cat,
@@ -361,9 +365,11 @@ _BY_OP: dict[Any, Rule] = {
 }
 
 
+_BY_ID = {id(op): rule for op, rule in _BY_OP.items()}  # hashing an op is slow: 1 us
+
+
 def _is_pointwise(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and not effect_of(node)
+    return _torch.op_is_pointwise(node.target) and not effect_of(node)
 
 
 def _writes_its_own(node: Node) -> bool:
@@ -376,7 +382,7 @@ def _writes_its_own(node: Node) -> bool:
 
 
 def _rule_of(node: Node) -> Rule | None:
-    return _BY_OP.get(node.target) or (_pointwise if _is_pointwise(node) else None)
+    return _BY_ID.get(id(node.target)) or (_pointwise if _is_pointwise(node) else None)
 
 
 def with_inputs(made: Recipe, give: Callable[[Node], Node]) -> tuple[Any, Any]:

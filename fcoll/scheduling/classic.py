@@ -13,6 +13,7 @@ from fcoll.scheduling.listing import ListScheduler, Reference
 from fcoll.scheduling.problem import COMPUTE, START, WAIT, Problem
 
 _LAST = 1 << 60
+_NEVER = float("inf")
 
 
 def by_communication(
@@ -29,10 +30,12 @@ def by_communication(
     done = [False] * problem.n
     order: list[int] = []
 
+    after, kind = problem.after, problem.kind
+
     def release(u: int) -> None:
-        heappush(ready, (needed_by[u], late[u], u))
-        if overlap and problem.kind[u] == COMPUTE:
-            heappush(compute, (needed_by[u], late[u], u))
+        heappush(ready, key := (needed_by[u], late[u], u))
+        if overlap and kind[u] == COMPUTE:
+            heappush(compute, key)
 
     def take(heap: list[tuple[int, int, int]]) -> int | None:
         while heap:
@@ -43,7 +46,7 @@ def by_communication(
             return None
         done[u] = True
         order.append(u)
-        for v in problem.after[u]:
+        for v in after[u]:
             missing[v] -= 1
             if not missing[v]:
                 release(v)
@@ -62,12 +65,18 @@ def by_communication(
 def _first_collective(problem: Problem) -> list[int]:
     """For each unit the number of the first collective that needs it, itself included."""
     found = [_LAST] * problem.n
-    number = sum(kind == START for kind in problem.kind)
+    after, kind = problem.after, problem.kind
+    number = kind.count(START)
     for u in range(problem.n - 1, -1, -1):
-        found[u] = min([found[v] for v in problem.after[u]], default=_LAST)
-        if problem.kind[u] == START:
+        if kind[u] == START:
             number -= 1
             found[u] = number
+            continue
+        first = _LAST
+        for v in after[u]:
+            if found[v] < first:
+                first = found[v]
+        found[u] = first
     return found
 
 
@@ -75,6 +84,9 @@ def waits_late(problem: Problem, order: Sequence[int], cap: float) -> list[int]:
     """Each wait right before the first unit that needs it, but earlier where what it frees is
     needed to stay under the cap. Takes no longer: a wait only blocks."""
     kind, before, size, touches = problem.kind, problem.before, problem.size, problem.touches
+    us, pinned = problem.us, problem.pinned
+    if cap == _NEVER:
+        return _waits_at_use(problem, order)
     waiting: dict[int, None] = {}
     live, left = list(problem.live_first), problem.touch_counts()
     held = problem.held_bytes + sum(b for b, first in zip(size, live, strict=True) if first)
@@ -87,9 +99,8 @@ def waits_late(problem: Problem, order: Sequence[int], cap: float) -> list[int]:
             if not live[b]:
                 live[b] = True
                 held += size[b]
-        for b in touches[u]:
             left[b] -= 1
-            if not left[b] and not problem.pinned[b]:
+            if not left[b] and not pinned[b]:
                 held -= size[b]
 
     def flush(u: int) -> None:
@@ -100,17 +111,45 @@ def waits_late(problem: Problem, order: Sequence[int], cap: float) -> list[int]:
                 emit(v)
 
     for u in order:
-        if kind[u] == WAIT and not problem.us[u]:
+        if kind[u] == WAIT and not us[u]:
             waiting[u] = None
             continue
-        flush(u)
-        need = sum([size[b] for b in touches[u] if not live[b]])
-        while waiting and held + need > cap:
-            v = next(iter(waiting))
-            del waiting[v]
-            flush(v)
-            emit(v)
+        if waiting:
+            flush(u)
+            need = 0
+            for b in touches[u]:
+                if not live[b]:
+                    need += size[b]
+            while waiting and held + need > cap:
+                v = next(iter(waiting))
+                del waiting[v]
+                flush(v)
+                emit(v)
         emit(u)
+    made.extend(waiting)
+    return made
+
+
+def _waits_at_use(problem: Problem, order: Sequence[int]) -> list[int]:
+    """The same without a cap."""
+    kind, us, before = problem.kind, problem.us, problem.before
+    waiting: dict[int, None] = {}
+    made: list[int] = []
+
+    def flush(u: int) -> None:
+        for v in before[u]:
+            if v in waiting:
+                del waiting[v]
+                flush(v)
+                made.append(v)
+
+    for u in order:
+        if kind[u] == WAIT and not us[u]:
+            waiting[u] = None
+        else:
+            if waiting:
+                flush(u)
+            made.append(u)
     made.extend(waiting)
     return made
 

@@ -35,18 +35,19 @@ class _Placing:
 
     def place(self, node: Node) -> None:
         """A node, and before it all that it needs. No recursion: chains of views may be long."""
-        stack = [node]
+        stack, done = [node], self.done
         while stack:
             at = stack[-1]
-            missing = [n for n in at.all_input_nodes if n not in self.done]
-            if missing and at not in self.done:
+            if at in done:
+                stack.pop()
+                continue
+            if missing := [n for n in at.all_input_nodes if n not in done]:
                 stack.extend(missing)
                 continue
             stack.pop()
-            if at not in self.done:
-                self.done.add(at)
-                self.order.append(at)
-                stack.extend(user for user in at.users if self.comes_along(user))
+            done.add(at)
+            self.order.append(at)
+            stack.extend([user for user in at.users if self.comes_along(user)])
 
     def comes_along(self, node: Node) -> bool:
         """Is it a number or an element of a list, of which all is there?"""

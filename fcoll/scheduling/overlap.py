@@ -20,7 +20,7 @@ from fcoll.scheduling.bounds import (
     tails,
     times,
 )
-from fcoll.scheduling.listing import Reference, list_schedule
+from fcoll.scheduling.listing import FreeReference, Reference, list_schedule
 from fcoll.scheduling.mirror import flipped, mirrored
 from fcoll.scheduling.problem import WAIT, Problem
 
@@ -41,8 +41,8 @@ def overlap(problem: Problem, cap: float = NEVER) -> Outcome | None:
 
 
 def quick(problem: Problem) -> Outcome:
-    """A good order without a cap, by a few list schedules."""
-    made = Overlap(problem, 0.0, [range(problem.n)])
+    """A good order without a cap, by a few list schedules. What it holds is not counted."""
+    made = _Quick(problem, 0.0, [range(problem.n)])
     rounds = QUICK if problem.n <= LARGE else 0
     return min(made.improve(NEVER, None, rounds), key=lambda o: o.us)
 
@@ -146,15 +146,21 @@ class Overlap:
 
     def forward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
         problem = self.problem
-        kept = Reference(problem, reference.order, self.profile(reference))
+        if cap == NEVER:
+            kept: Reference = FreeReference(problem, reference.order)
+        else:
+            kept = Reference(problem, reference.order, self.profile(reference))
         order = list_schedule(problem, priority, kept, cap)
         return self.run(classic.waits_late(problem, order, cap))
 
     def backward(self, priority: Sequence[float], reference: Outcome, cap: float) -> Outcome:
         back, n = self.back, self.problem.n
         assert back is not None
-        # Backwards the same is held while a unit runs.
-        mirror = Reference(back, flipped(reference.order, n), self.profile(reference)[::-1])
+        mirrored_order = flipped(reference.order, n)
+        if cap == NEVER:
+            mirror: Reference = FreeReference(back, mirrored_order)
+        else:  # Backwards the same is held while a unit runs.
+            mirror = Reference(back, mirrored_order, self.profile(reference)[::-1])
         order = flipped(list_schedule(back, priority, mirror, cap), n)
         return self.run(classic.waits_late(self.problem, order, cap))
 
@@ -183,6 +189,13 @@ class Overlap:
         assert self.back is not None
         _, ends = times(self.back, flipped(outcome.order, self.problem.n))
         return ends[::-1]
+
+
+class _Quick(Overlap):
+    """Where only time is asked for."""
+
+    def run(self, order: Sequence[int]) -> Outcome:
+        return Outcome(tuple(order), times(self.problem, order)[0], 0)
 
 
 def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ _NEVER = float("inf")
 #: tried what gains: by default and where changes are asked for.
 BY_DEFAULT, ASKED_FOR = Budget(9_000, 7_000), Budget(80_000, 40_000)
 GRAPHS = 5  # by default no more
+SUMS = "sums"  # of ``splits``
 
 
 def schedule(
@@ -51,7 +52,7 @@ def schedule(
     scheduler: str | Scheduler = "overlap",
     sizes: Mapping[str, int] | None = None,
     buckets: bool | None = None,
-    splits: bool | None = None,
+    splits: bool | str | None = None,
     reuse: bool | None = None,
     runtime: Runtime | None = None,
 ) -> Plan:
@@ -68,8 +69,9 @@ def schedule(
     ones, and the products around them, be run in chunks? ``reuse``: may one that has run before on
     the same data be left out, and the result kept? By default yes, but with {node name: us}, which
     says nothing of the nodes that come of it. With True these get prices that follow from the given
-    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits=True`` also
-    sums products over rows (``x.t() @ y``) chunk by chunk, which rounds once more a chunk.
+    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits="sums"`` is
+    True, and products over rows (``x.t() @ y``, the gradients of weights) may be summed chunk by
+    chunk, too. That rounds to the tensor's dtype once more a chunk, so nothing else does it.
     ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.
 
     The plan is verified. It depends on nothing but these arguments: ranks that pass the same ones
@@ -85,14 +87,14 @@ def schedule(
     """
     machine, entry = Machine.of(machine), scheduler_of(scheduler)
     allowed = entry.buckets and not isinstance(costs, Mapping)
+    splits, sums = split_switch(splits)
     budget = ASKED_FOR if True in (buckets, splits, reuse) else BY_DEFAULT
-    sums = splits is True and entry.buckets
     buckets = allowed if buckets is None else buckets and entry.buckets
     splits = allowed if splits is None else splits and entry.buckets
     reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector(), values_kept():
         reading = _Reading(machine, costs, sizes, runtime or Runtime())
-        wanted = Wanted(buckets, splits, reuse, sums)
+        wanted = Wanted(buckets, splits, reuse, sums and splits)
         return _schedule(trace, reading, memory_cap, entry, wanted, budget)
 
 
@@ -268,6 +270,9 @@ def _read(
         known = {**sizes_of(trace), **(sizes or {})}
         steps = steps_of(trace, collectives, sizes=known, fuse=fuse, priced=priced)
         return _Program(steps, collectives, input_bytes(trace), known, trace)
+    if not hasattr(trace, "collectives"):
+        takes = "a Trace (fcoll.trace), a torch.fx.GraphModule, (steps, collectives)"
+        raise BadOption(op="schedule", arg="trace", value=type(trace).__name__, known=takes)
     known = {**trace.sizes, **(sizes or {})}
     steps = trace.steps
     if trace.graph_module is not None and (sizes or not fuse):
@@ -277,9 +282,17 @@ def _read(
     return _Program(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
 
 
+def split_switch(splits: bool | str | None) -> tuple[bool | None, bool]:
+    """May there be splits, and sums by chunks in them?"""
+    if not (splits is None or isinstance(splits, bool) or splits == SUMS):
+        known = f"None, True, False, {SUMS!r}"
+        raise BadOption(op="schedule", arg="splits", value=splits, known=known)
+    return (True, True) if splits == SUMS else (splits, False)  # type: ignore[return-value]
+
+
 def cap_bytes(cap: int | str | None, peak: int) -> int | None:
     """A cap in bytes: as it is, or relative to a peak."""
-    if cap is None or (isinstance(cap, int) and cap > 0):
+    if cap is None or (isinstance(cap, int) and not isinstance(cap, bool) and cap > 0):
         return cap
     found = re.fullmatch(r"([+-]\d+(\.\d+)?)%", cap.strip()) if isinstance(cap, str) else None
     if found is None:
@@ -316,10 +329,20 @@ def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, machine: M
     )
 
 
+def _names(entry: Entry, given: Any) -> list[str]:
+    """What a scheduler gives, names or steps, as names."""
+    made = list(given) if isinstance(given, Iterable) else [given]
+    names = [x if isinstance(x, str) else getattr(x, "name", None) for x in made]
+    if None in names:
+        wrong = made[names.index(None)]
+        raise BadPlan(scheduler=entry.name, why=f"it gives {wrong!r}, which is no step or name")
+    return [str(name) for name in names]
+
+
 def _ordered(job: Job, entry: Entry, cap: int | None) -> tuple[tuple[Step, ...], Outcome]:
     """What the scheduler makes of the steps: an order that is complete, and what it is worth."""
-    given = [x if isinstance(x, str) else x.name for x in entry.run(job)]
-    if not given and len(job):
+    given = _names(entry, entry.run(job))
+    if not given and job.cap_bytes < job.original.peak_bytes:
         raise MemoryCapTooSmall(
             cap=show_bytes(int(job.cap_bytes)),
             least=show_bytes(Overlap(job.problem, 0.0).leanest.peak_bytes),

@@ -145,7 +145,7 @@ def _link(problem: Problem, unit_of: dict[str, int]) -> None:
     since_barrier: list[int] = []
     for u, positions in enumerate(problem.members):
         needed = {unit_of[name] for i in positions for name in steps[i].inputs if name in unit_of}
-        problem.flights.append(sorted(v for v in needed if kind[v] == START and v != u))
+        problem.flights.append(sorted([v for v in needed if kind[v] == START and v != u]))
         effects = {steps[i].effect for i in positions}
         if barrier >= 0:
             needed.add(barrier)
@@ -184,8 +184,9 @@ def _allocate(problem: Problem, unit_of: dict[str, int]) -> None:
         touched: set[int] = set()
         for i in positions:
             step = steps[i]
-            names = [step.name, *(step.uses or _uses(step, started.get(step.collective)))]
-            touched.update(buffer_of[name] for name in names if name in buffer_of)
+            for name in (step.name, *(step.uses or _uses(step, started.get(step.collective)))):
+                if (buffer := buffer_of.get(name)) is not None:
+                    touched.add(buffer)
         problem.touches.append(sorted(touched))
 
 

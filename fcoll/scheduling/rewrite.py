@@ -66,19 +66,41 @@ class Rewrite:
         key = ("empty", tuple(shape), val.dtype, val.device)
         if key not in self.known:
             with self.mode:
-                self.known[key] = val.new_empty(tuple(shape))
+                self.known[key] = torch.empty(tuple(shape), dtype=val.dtype, device=val.device)
         node.meta["val"] = self.known[key]
         return node
 
     def value(self, op: Any, args: Any, kwargs: Any) -> Any:
         """The fake value of a call. Equal calls have equal values, which are made once: it takes
         100 us."""
-        values = torch.fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        key = (id(op), repr(torch.fx.map_arg((args, kwargs), lambda x: _facts(x.meta["val"]))))
+        key = (id(op), repr(torch.fx.map_arg((args, kwargs), self.facts)))
         if key not in self.known:
+            values = torch.fx.map_arg((args, kwargs), lambda x: self.own(x.meta["val"]))
             with self.mode:
                 self.known[key] = op(*values[0], **values[1])
         return self.known[key]
+
+    def own(self, value: Any) -> Any:
+        """A value in this graph's fake mode: those of a graph that was traced with real tensors
+        have a mode each."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.own, value))
+        if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is self.mode:
+            return value
+        with self.mode:
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+        return made.requires_grad_(value.requires_grad)
+
+    def facts(self, node: Node) -> _Facts:
+        """What a call's value depends on of one of its arguments."""
+        val = node.meta["val"]
+        key = ("facts", id(val))  # it is held, so no other value gets its id
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = _Facts(val)
+        return found
 
     def finish(self) -> GraphModule:
         self.graph._codegen = self.given.graph._codegen
@@ -88,19 +110,23 @@ class Rewrite:
         return module
 
 
-class _facts:
-    """What the value of a call depends on, printed."""
+class _Facts:
+    """What the value of a call depends on, printed: a tensor's sizes, strides, ..."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.text = _printed(value)
 
     def __repr__(self) -> str:
-        x = self.value
-        if isinstance(x, (list, tuple)):
-            return str([repr(_facts(v)) for v in x])
-        if not isinstance(x, Tensor):
-            return repr(x)
-        return f"{tuple(x.shape)}{x.stride()}{x.dtype}{x.device}{x.storage_offset()}"
+        return self.text
+
+
+def _printed(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return str([_printed(v) for v in x])
+    if not isinstance(x, Tensor):
+        return repr(x)
+    return f"{tuple(x.shape)}{x.stride()}{x.dtype}{x.device}{x.storage_offset()}"
 
 
 def fake_mode_of(nodes: Iterable[Node]) -> Any:

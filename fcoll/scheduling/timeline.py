@@ -21,6 +21,7 @@ collective is exposed longer than it takes, and the step is compute plus all tha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,9 @@ class Prices:
         costs: Costs | None,
         sizes: Mapping[str, int] | None,
     ) -> None:
+        if not (costs is None or callable(costs) or isinstance(costs, Mapping)):
+            known = "{node name: us}, a function of a Step"
+            raise BadOption(op="schedule", arg="costs", value=costs, known=known)
         self.machine, self.costs, self.sizes = machine, costs, sizes
         self.issued = {c.id: c for c in collectives}
         self.given: dict[int, float] = {}  # the time of collectives, where the user gave it
@@ -187,11 +191,12 @@ class Prices:
 
     def __call__(self, step: Step) -> float:
         if self.costs is not None:
-            us = self.costs(step) if callable(self.costs) else self.costs.get(step.name)
-            if us is not None:
+            given = self.costs(step) if callable(self.costs) else self.costs.get(step.name)
+            if given is not None:
+                us = _time(step, given)
                 if step.kind == "start" and step.collective is not None:
-                    self.given[step.collective] = float(us)
-                return float(us)
+                    self.given[step.collective] = us
+                return us
         if step.kind == "wait":
             return 0.0
         if step.kind == "compute" or step.collective is None:
@@ -217,6 +222,17 @@ class Prices:
         except MissingSize:  # only of one whose time was given
             return "given"
         return self.forms[key]
+
+
+def _time(step: Step, given: Any) -> float:
+    """What a user gives as a time; an order by times that are none would have no end."""
+    try:
+        us = float(given)
+    except (TypeError, ValueError):
+        us = math.nan
+    if not 0.0 <= us < math.inf:
+        raise BadOption(op=step.name, arg="costs", value=given, known="us, 0 or more, and None")
+    return us
 
 
 class _Run:

@@ -12,7 +12,7 @@ the first and the last use of each buffer, is what the plan says and under the c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -132,18 +132,22 @@ def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> 
     _check_effects([e for e in effects if e[1] != "barrier"], position, fail)
 
 
-def _name_the_first(before: dict[Any, int], after: dict[Any, int], fail: Fail) -> NoReturn:
-    for key, version in before.items():
-        if after.get(key) != version:
-            node, root = key
-            when = "before a write or a wait" if after.get(key, 0) < version else "after a write"
-            fail(f"{node.name} uses {root.name} {when} that it came {_OTHER[when]}")
+def _name_the_first(
+    before: dict[Node, Versions], after: dict[Node, Versions], fail: Fail
+) -> NoReturn:
+    for node, versions in before.items():
+        for root, version in versions.items():
+            now = after.get(node, {}).get(root)
+            if now != version:
+                when = "before a write or a wait" if (now or 0) < version else "after a write"
+                fail(f"{node.name} uses {root.name} {when} that it came {_OTHER[when]}")
     fail("a node uses a storage that it did not use")
 
 
 _OTHER = {"before a write or a wait": "after", "after a write": "before"}
 Places = tuple[tuple[int, str], ...]
 Roots = frozenset[Node]
+Versions = dict[Node, int]  # of a storage: how often it had been written to
 
 #: These have a view's schema but may copy: it matters when they run.
 _MAY_COPY = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")
@@ -165,55 +169,54 @@ class _Uses:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.ops: dict[int, _Op] = {}
+        self.used: dict[Node, Roots] = {}  # the storages of a node's inputs
         self.inputs = {node: node.all_input_nodes for node in nodes}
         self.roots: dict[Node, Roots] = {}  # the nodes whose memory a node's value lies in
         for node in nodes:
-            shared = list(self.shared(node))
+            shared = self.shared(node)
             self.roots[node] = self.union(shared) if shared else frozenset({node})
+            self.used[node] = self.union(self.inputs[node])
 
     def op(self, node: Node) -> _Op:
         if node.op != "call_function":
             return _Op(has_effect=bool(effect_of(node)), is_view=node.op != "call_module")
-        found = self.ops.get(id(node.target))  # by id: hashing an op is slow
-        if found is None:
-            found = self.ops[id(node.target)] = _op(node)
+        target = id(node.target)  # hashing an op is slow
+        return self.ops.get(target) or self.ops.setdefault(target, _op(node))
+
+    def shared(self, node: Node) -> list[Node]:
+        op = self.op(node)
+        found = self.inputs[node] if op.waits or node.target is operator.getitem else []
+        for i, name in op.shared:
+            found = [*found, *_nodes_in(_argument(node, i, name))]
         return found
 
-    def shared(self, node: Node) -> Iterator[Node]:
-        op = self.op(node)
-        if op.waits or node.target is operator.getitem:
-            yield from self.inputs[node]
-        for i, name in op.shared:
-            yield from _nodes_in(_argument(node, i, name))
-
-    def union(self, nodes: Iterable[Node]) -> Roots:
+    def union(self, nodes: Sequence[Node]) -> Roots:
+        if len(nodes) == 1:
+            return self.roots[nodes[0]]
         return frozenset().union(*[self.roots[x] for x in nodes])
 
-    def versions(self, order: Sequence[Node]) -> dict[Any, int]:
-        """(node, storage) -> how often the storage had been written to when the node used it."""
-        version: dict[Node, int] = {}
+    def versions(self, order: Sequence[Node]) -> dict[Node, Versions]:
+        """Of each node: how often each storage had been written to when the node used it."""
+        version: Versions = {}
         sent: dict[Node, Roots] = {}  # what a collective under way reads, by its result
-        seen: dict[Any, int] = {}
+        seen: dict[Node, Versions] = {}
         for node in order:
             op = self.op(node)
             if op.is_view:
                 continue
-            used = self.union(self.inputs[node])
-            writes = used if op.waits else self.written(node, op)
+            used = self.used[node]
+            writes = used if op.waits else self.written(node, op) if op.written else ()
             if op.waits:
                 used = used.union(*(sent[root] for root in used if root in sent))
             elif op.starts:
                 sent.update((root, used) for root in self.roots[node])
-            for root in used:
-                seen[node, root] = version.get(root, 0)
+            seen[node] = {root: version.get(root, 0) for root in used}
             for root in writes:
                 version[root] = version.get(root, 0) + 1
         return seen
 
     def written(self, node: Node, op: _Op) -> Roots:
-        if not op.written:
-            return frozenset()
-        return self.union(x for i, n in op.written for x in _nodes_in(_argument(node, i, n)))
+        return self.union([x for i, n in op.written for x in _nodes_in(_argument(node, i, n))])
 
 
 def _op(node: Node) -> _Op:

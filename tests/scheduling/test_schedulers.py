@@ -168,10 +168,21 @@ def test_a_scheduler_gets_a_name():
         del SCHEDULERS["backwards"]
 
 
-@pytest.mark.parametrize("names", [[], ["s0"], ["s0", "s0", "w0", "c2", "s2", "w2"]])
+WRONG = ([], ["s0"], ["s0", "s0", "w0", "c2", "s2", "w2"], None, [1, 2], 7)
+
+
+@pytest.mark.parametrize("names", WRONG, ids=str)
 def test_an_order_that_is_not_whole(names):
-    with pytest.raises((BadPlan, MemoryCapTooSmall)):
+    with pytest.raises(BadPlan):
         plan(two_layers(), lambda job: names)
+
+
+@pytest.mark.parametrize("us", [-1.0, float("nan"), float("inf"), "soon"], ids=str)
+def test_a_time_that_is_none(us):
+    steps, given = two_layers()
+    for costs in (given | {"s0": us}, lambda step: us if step.name == "s0" else 1.0):
+        with pytest.raises(BadOption, match=r"s0: costs="):
+            fcoll.schedule((steps, ()), costs=costs)
 
 
 def test_over_the_cap():
@@ -186,8 +197,9 @@ def test_over_the_cap():
 def test_unknown_names():
     with pytest.raises(UnknownScheduler, match=r"no scheduler 'fastest'.* Use one of original, "):
         plan(two_layers(), "fastest")
-    with pytest.raises(BadOption, match="memory_cap='5%'"):
-        plan(two_layers(), cap="5%")
+    for cap in ("5%", True, 0, 1.5):
+        with pytest.raises(BadOption, match=f"memory_cap={cap!r}"):
+            plan(two_layers(), cap=cap)
     with pytest.raises(NoGraph):
         plan(two_layers(), "torch")
     with pytest.raises(NoGraph):

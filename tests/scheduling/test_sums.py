@@ -1,4 +1,4 @@
-"""Products over rows summed chunk by chunk: only where splits are asked for, and proved."""
+"""Products over rows summed chunk by chunk: only where they are asked for, and proved."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def test_the_same_values(n, k):
         same_values(graph, made, n)
 
 
-def test_only_where_splits_are_asked_for(tmp_path, monkeypatch):
+def test_only_where_sums_are_asked_for(tmp_path, monkeypatch):
     # Without sums these splits are at least as fast: have them proposed with sums only.
     monkeypatch.setattr(changes, "_with_and_without_sums", list)
     with fcoll.fake_world(tp=4) as mesh:
         graph = rows.graph_of(rows.rows_parallel, 4, mesh.get_group("tp").group_name)
-        plan = fcoll.schedule(graph, SLOW, memory_cap=None)
-        assert plan.splits and not any(split.sums for split in plan.splits)
-        plan = fcoll.schedule(graph, SLOW, memory_cap=None, splits=True)
+        for splits in (None, True):
+            plan = fcoll.schedule(graph, SLOW, memory_cap=None, splits=splits)
+            assert plan.splits and not any(split.sums for split in plan.splits)
+        plan = fcoll.schedule(graph, SLOW, memory_cap=None, splits="sums")
         assert any(split.sums for split in plan.splits)
         same_values(graph, plan.apply(), 4)
         assert "adds chunk 2 of" in plan.explain("mm_6_c1") and "mm_6_c0" in plan.explain("mm_6")
