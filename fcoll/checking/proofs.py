@@ -392,7 +392,7 @@ def _raise_deadlock(run: _Run, rank: int) -> None:
     calls = [event[1] for event in map(run.call, circle) if event is not None]
     lines = [f"ranks {', '.join(map(str, circle))} would wait for one another for ever:"]
     for r, call, after in zip(circle, calls, [*circle[1:], circle[0]], strict=True):
-        group = call.axis or call.group
+        group = call.label
         lines.append(f'  rank {r} is in {describe(call)} on "{group}" and waits for {after}')
     lines.append(_way_out(calls))
     error = Deadlock(message="\n".join(lines))

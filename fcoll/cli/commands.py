@@ -8,6 +8,7 @@ told: a mistake in the arguments, a program that raises or cannot be traced.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -306,7 +307,8 @@ def _traced_in(args: argparse.Namespace) -> Iterator[Any]:
             board = Board(build, axes, args.mode, args.sizes or {})
             traced = world.enter_context(board.traced(args.rank))
             _ = traced.steps  # made here: they need the world's groups
-        yield traced
+        with _set_apart():  # a million objects, all in use until the end
+            yield traced
 
 
 def _numbered(line: Timeline, traced: Any) -> Timeline:
@@ -416,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.debug:  # torch logs the traceback of what is raised
         logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
     try:
-        with source.command(sys.argv[0]):
+        with source.command(sys.argv[0]), _set_apart():
             check_files(args)
             return COMMANDS[args.command](args)
     except BrokenPipeError:  # `fcoll report ... | head`
@@ -426,6 +428,16 @@ def run(args: argparse.Namespace) -> int:
             traceback.print_exception(error)
         print(f"fcoll: {_message(error)}", file=sys.stderr)
     return FAILED
+
+
+@contextmanager
+def _set_apart() -> Iterator[None]:
+    """The garbage collector does not look through what there is by now, such as torch."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _message(error: BaseException) -> str:

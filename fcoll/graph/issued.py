@@ -22,6 +22,9 @@ from fcoll.table.row import Collective
 from fcoll.transport.messages import PLAIN
 
 
+SHOWN = 4  # ranks of a group without a name
+
+
 @dataclass(frozen=True)
 class Issued:
     """One collective that a step issues."""
@@ -51,6 +54,14 @@ class Issued:
     @property
     def row(self) -> Collective:
         return COLLECTIVES[self.op]
+
+    @property
+    def label(self) -> str:
+        """The group for people: its axis or name, or its ranks, where torch has only a number."""
+        if self.axis or not self.group.isdigit():
+            return self.axis or self.group
+        first = ",".join(map(str, self.ranks[:SHOWN]))
+        return f"ranks {first}{',...' if self.n > SHOWN else ''}"
 
     @property
     def wire_bytes(self) -> Any:

@@ -189,3 +189,12 @@ def _is_arithmetic(node: Node) -> bool:
         return True
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
     return not any(hasattr(x, "untyped_storage") for v in values for x in tree_iter(v))
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """What a node gives, as far as it is tensors."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return [value]
+    values = value if isinstance(value, (list, tuple)) else ()
+    return [x for x in values if isinstance(x, Tensor)]

@@ -14,18 +14,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import sympy
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fcoll.errors import MissingSize
 from fcoll.graph import _torch
-from fcoll.graph.issued import SPLITS
-from fcoll.graph.nodes import arguments, collectives, effect_of, origin_of, row_of_node
-from fcoll.graph.sizes import Hints, values_of
+from fcoll.graph.nodes import effect_of, origin_of, row_of_node, tensors_of
+from fcoll.graph.sizes import Hints
+from fcoll.graph.taken import sizes_of as sizes_of
 from fcoll.source import show
-from fcoll.table.row import Collective, Expr
+from fcoll.table.row import Expr
 
 #: node -> (source line, module path, phase)
 Where = Callable[[Node], tuple[str, str, str]]
@@ -83,38 +80,6 @@ def input_bytes(graph_module: GraphModule) -> int:
     return sum(Hints()(_nbytes(n)) for n in inputs)
 
 
-def sizes_of(graph_module: GraphModule) -> dict[str, int]:
-    """The values that the symbols of a graph's shapes had in its trace: {"s0": 128}; of those that
-    only a run knows, the upper bounds. How many rows an exchange sends to and gets from each rank,
-    and a gather from each, has none: all are taken to be the same."""
-    sizes: dict[str, int] = {}
-    for node in graph_module.graph.nodes:
-        for x in _tensors(node):
-            for size in x.shape:
-                if type(size) is not int:
-                    sizes |= values_of(size)
-    for node, row in collectives(graph_module.graph):
-        if SPLITS[0] in row.position or (row.replicates and "sizes" in row.position):
-            sizes = _even_shares(node, row, sizes) | sizes
-    return sizes
-
-
-def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The symbols among a call's parts as if all ranks had the same: of an exchange the same share
-    of its rows, of a gather as many as this rank."""
-    given = arguments(node)
-    if SPLITS[0] in row.position:
-        parts, dim, shares = [x for key in SPLITS for x in given[key]], 0, len(given[SPLITS[0]])
-    else:
-        parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
-    symbols = [x for x in parts if isinstance(x, sympy.Symbol)]
-    try:
-        size = Hints(sizes)(given["input"].meta["val"].shape[dim]) if symbols else 0
-    except MissingSize:
-        return {}
-    return {str(x): size // shares for x in symbols}
-
-
 def _origin(node: Node) -> tuple[str, str, str]:
     """What a trace wrote down of a node."""
     origin = origin_of(node)
@@ -124,23 +89,15 @@ def _origin(node: Node) -> tuple[str, str, str]:
 _show = cache(show)  # a step's nodes are from few lines, and paths take long to shorten
 
 
-def _tensors(node: Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value if isinstance(value, (list, tuple)) else ()
-    return [x for x in values if isinstance(x, torch.Tensor)]
-
-
 def _nbytes(node: Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.numel() * value.dtype.itemsize
-    return sum((x.numel() * x.dtype.itemsize for x in _tensors(node)), 0)
+    return sum((x.numel() * x.dtype.itemsize for x in tensors_of(node)), 0)
 
 
 def _dtype(node: Node) -> str:
-    tensors = _tensors(node)
+    tensors = tensors_of(node)
     return _dtype_name(tensors[0].dtype) if tensors else ""
 
 
@@ -377,7 +334,7 @@ class _Walk:
         """How many elements a fusible op loops over: those of its result, of a reduction its
         input."""
         nodes = [node, *node.all_input_nodes] if _torch.op_reduces(node.target) else [node]
-        return max((self.hint(x.numel()) for n in nodes for x in _tensors(n)), default=1)
+        return max((self.hint(x.numel()) for n in nodes for x in tensors_of(n)), default=1)
 
     def join(self, one: _Kernel | None, other: _Kernel) -> _Kernel:
         if one is None:
@@ -487,7 +444,7 @@ def _stream_names(collectives: Iterable[Any]) -> dict[str, str]:
     names: dict[str, str] = {}
     for c in collectives:
         if c.group not in names:
-            label = c.axis or c.group
+            label = c.label
             taken = label in names.values() or label == "compute"
             names[c.group] = f"{label} ({c.group})" if taken else label
     return names
@@ -515,7 +472,7 @@ def _is_free(node: Node) -> bool:
     """A view, or arithmetic on sizes: it takes no time and passes on what it was given."""
     if node.target is operator.getitem or _torch.op_is_view(node.target):
         return True
-    return not _tensors(node) and not _torch.op_writes(node.target)
+    return not tensors_of(node) and not _torch.op_writes(node.target)
 
 
 def _written(node: Node) -> list[Node]:

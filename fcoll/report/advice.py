@@ -185,22 +185,28 @@ def _prefetch(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
         return None
     lead = max(program.clock[program.at[c.start]] - _lead(soon, c) for c in calls)
     what = f"prefetch: start {_calls(row)} up to {show_us(lead)} of compute earlier{_peers(calls)}"
-    what += _by_units(row, calls)
+    what += _by_units(program, row, calls)
     told = _told(program, row, "prefetch", what, soon.line)
     if row.exposed_us - told.saved_us > 0.05 * row.exposed_us:
         first = changes.prefetched(program, calls, just_in_time=False)
         if first is not None and first.line.step_us < 0.99 * soon.line.step_us:
             it = "their" if row.count > 1 else "its"
             what = f"prefetch: start {_calls(row)} as soon as {it} inputs are there{_peers(calls)}"
-            what += _by_units(row, calls)
+            what += _by_units(program, row, calls)
             return _told(program, row, "prefetch", what, first.line)
     return told
 
 
-def _by_units(row: Row, calls: Sequence[Issued]) -> str:
+def _by_units(program: Program, row: Row, calls: Sequence[Issued]) -> str:
     """FSDP2 sends what its units say."""
     way = "forward" if row.phase == "fwd" else "backward"
-    return f" (set_modules_to_{way}_prefetch)" if calls[0].row.mutates else ""
+    return f" (set_modules_to_{way}_prefetch)" if _of_fsdp2(program, calls[0]) else ""
+
+
+def _of_fsdp2(program: Program, call: Issued) -> bool:
+    """Does it send what FSDP2 has copied together?"""
+    inputs = program.steps[program.at[call.start]].inputs
+    return any(program.steps[program.at[x]].op.startswith("fsdp::") for x in inputs)
 
 
 def _lead(made: Program, call: Issued) -> float:
@@ -215,14 +221,14 @@ def _bucket(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
     most = max(c.bytes for c in made.collectives if c.start.startswith("bucket_"))
     verb = "receive" if calls[0].row is IRECV else "send"
     what = f"bucket: {verb} {_calls(row)} as {left}, of up to {show_bytes(most)}{_peers(calls)}"
-    if calls[0].row.mutates:  # FSDP2's collectives are those of its units
+    if _of_fsdp2(program, calls[0]):  # its collectives are those of its units
         what += " (larger units: fully_shard on fewer, larger modules)"
     return _told(program, row, "bucket", what, made.line)
 
 
 def _shard(program: Program, row: Row) -> Advice | None:
     """All sums over an axis: what is between them is on shards only if all are."""
-    calls = [c for c in program.collectives if (c.axis or c.group) == row.axis]
+    calls = [c for c in program.collectives if c.label == row.axis]
     made = sharded(program, calls)
     if made is None:
         return None

@@ -318,7 +318,7 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _call(c: Any) -> str:
     where = f" at {c.source}" if c.source else ""
-    return f"{c.op} of {show_bytes(c.bytes)} over {c.axis or c.group}{where}"
+    return f"{c.op} of {show_bytes(c.bytes)} over {c.label}{where}"
 
 
 def _seen(o: Observed) -> str:

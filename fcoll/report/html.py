@@ -135,7 +135,7 @@ def _collective(line: Timeline, c: Any, why: Why | None) -> dict[str, Any]:
     ]
     return {
         "op": c.op,
-        "group": c.group,
+        "group": c.label,
         "axis": c.axis or "",
         "n": len(c.ranks),
         "ranks": ranks + (", …" if len(c.ranks) > RANKS_SHOWN else ""),

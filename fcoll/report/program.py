@@ -118,7 +118,16 @@ class Program:
         return self.model_us(call) * (took / priced if priced else 1.0)
 
     def model_us(self, call: Issued) -> float:
-        return number(collective_us(call.op, call.n, call.bytes, self.machine, call.ranks))
+        key = call.op, call.bytes, call.ranks
+        if key not in self._known_us:
+            us = collective_us(call.op, call.n, call.bytes, self.machine, call.ranks)
+            self._known_us[key] = number(us)
+        return self._known_us[key]
+
+    @cached_property
+    def _known_us(self) -> dict[Any, float]:
+        """Calls that are alike are priced once."""
+        return {}
 
 
 @dataclass

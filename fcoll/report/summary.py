@@ -40,7 +40,7 @@ def rows(line: Timeline, why: Mapping[int, Why] | None = None) -> list[Row]:
     ``why`` (see why.py) has them."""
     alike: dict[tuple[Any, ...], list[Any]] = {}
     for c in line.collectives:
-        alike.setdefault((c.op, c.axis or c.group, len(c.ranks), c.source, c.phase), []).append(c)
+        alike.setdefault((c.op, c.label, len(c.ranks), c.source, c.phase), []).append(c)
     made = []
     for (op, axis, n, source, phase), found in alike.items():
         exposed = sum(line.exposed_us.get(c.id, 0.0) for c in found)

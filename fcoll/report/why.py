@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy
+
 from fcoll.graph.steps import Step
 from fcoll.scheduling.timeline import Span, Timeline
 from fcoll.units import show_us
@@ -39,9 +41,13 @@ class Why:
 
 
 def reasons(line: Timeline) -> dict[int, Why]:
-    """{collective: why} of those that are exposed."""
-    found = _Facts(line)
-    return {i: found.why(i) for i, us in line.exposed_us.items() if us > NEAR_US and i in found.at}
+    """{collective: why} of those that are exposed; of a timeline it is found out once."""
+    known: dict[int, Why] | None = vars(line).get("_reasons")
+    if known is None:
+        found, exposed = _Facts(line), line.exposed_us.items()
+        known = {i: found.why(i) for i, us in exposed if us > NEAR_US and i in found.at}
+        vars(line)["_reasons"] = known
+    return known
 
 
 class _Facts:
@@ -241,13 +247,24 @@ def _beside(line: Timeline, spans: dict[str, Span], starts: dict[str, int]) -> d
         if span is not None and span.collective is None:
             mask = after[step.name] | before[step.name]
             groups[mask] = groups.get(mask, 0.0) + span.us
-    related = [0.0] * len(worst)
-    for mask, us in groups.items():
-        while mask:
-            low = mask & -mask
-            related[low.bit_length() - 1] += us
-            mask ^= low
+    related = _bit_sums(groups, len(worst))
     return {i: max(line.compute_us - related[k], 0.0) for k, i in enumerate(worst)}
+
+
+def _bit_sums(groups: Mapping[int, float], n: int) -> list[float]:
+    """Of each bit: the sum of the values of all numbers that have it.
+
+    >>> _bit_sums({0b101: 2.0, 0b001: 1.0}, 3)
+    [3.0, 0.0, 2.0]
+    """
+    if not groups:
+        return [0.0] * n
+    width = -(-n // 8)
+    packed = b"".join(mask.to_bytes(width, "little") for mask in groups)
+    rows = numpy.frombuffer(packed, numpy.uint8).reshape(len(groups), width)
+    bits = numpy.unpackbits(rows, axis=1, count=n, bitorder="little")
+    total: list[float] = (numpy.array([*groups.values()]) @ bits).tolist()
+    return total
 
 
 def _bit(bit: dict[str, int], name: str) -> int:

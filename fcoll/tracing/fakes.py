@@ -293,6 +293,7 @@ class Results:
     def __init__(self, mode: Any) -> None:
         self.mode = mode
         self._kept: dict[Any, _Kept | None] = {}
+        self._attributes: dict[torch.device, Any] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         key: list[Any] = [func, torch.get_default_dtype()]
@@ -356,7 +357,7 @@ class Results:
 
     def _made(self, like: _Like, tensors: list[Tensor]) -> Tensor:
         storage = None if like.view_of is None else tensors[like.view_of].untyped_storage()
-        return _torch.new_fake(self.mode, like, storage)
+        return _torch.new_fake(self.mode, like, storage, self._attributes)
 
 
 @functools.cache

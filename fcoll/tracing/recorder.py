@@ -63,6 +63,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._outermost = outermost
         self._paused = False
         self._optimizers = 0  # at work: one may be inside another
+        self._in_module = False  # is the op that is being recorded in a module's call?
         self._lines_of_shards: dict[str, Frames] = {}  # a module that FSDP2 gathers -> its call
         self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> the node that made it
         self._kept: list[Tensor] = []  # so that ids stay theirs
@@ -206,15 +207,20 @@ class Recorder(_torch.TorchDispatchMode):
         group = self._group(row, func, args, kwargs) if row is not None else None
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         name = self._op_names.get(id(func))
-        node = self.graph.create_node("call_function", func, node_args, node_kwargs, name)
+        node = self.graph.create_node("call_function", func, name=name)
+        node.args = node_args  # set, not given: fx looks for symbols in what it is given
+        if node_kwargs:
+            node.kwargs = node_kwargs
         if name is None:  # fx puts it together anew for each node
             self._op_names[id(func)] = _NUMBERED.sub("", node.name)
         if group is not None:
             node.meta["group"] = group
             origin = self._of_shards(origin)
-        if origin.phase == "fwd" and (later := self._phase_of_inputs(node)) != "fwd":
+        if origin.phase == "fwd" and (later := self._phase_of_inputs(node, args)) != "fwd":
             origin = self._intern(Origin(origin.frames, origin.module, later))
         node.meta["origin"] = origin
+        written = _torch.written(func, args, kwargs) if _torch.writes(func) else []
+        were = [self.known(x) for x in written]
         if isinstance(out, Tensor):
             self._made(out, node)
         elif isinstance(out, _torch.SYMBOLS):
@@ -226,14 +232,16 @@ class Recorder(_torch.TorchDispatchMode):
                     item = self.graph.call_function(operator.getitem, (node, i))
                     item.meta["origin"] = origin
                     self._made(part, item)
-        if _torch.writes(func):
-            self._wrote(_torch.written(func, args, kwargs), list(leaves_of(out)), origin.phase)
+        if written:
+            self._wrote(written, were, list(leaves_of(out)), origin.phase)
 
-    def _wrote(self, xs: list[Tensor], outs: list[Any], phase: str) -> None:
+    def _wrote(self, xs: list[Tensor], were: list[Any], outs: list[Any], phase: str) -> None:
         """After a write in place a tensor's value is the op's result, where it has one."""
-        for x, y in zip_longest(xs, outs):
+        for x, was, y in zip_longest(xs, were, outs):
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 self._nodes[id(x)] = self._nodes[id(y)]
+                if was is not None and "state" in was.meta:
+                    self._nodes[id(y)].meta["state"] = True
             elif isinstance(x, Tensor):
                 self.node_of(x).meta["written_in"] = phase
 
@@ -283,15 +291,26 @@ class Recorder(_torch.TorchDispatchMode):
         node.target = node.name  # which is unique
         self._last_input = node
         node.meta["origin"] = Origin((), path.rpartition(".")[0], "fwd")
+        if id(x) in self._names and not path.endswith(".grad"):
+            node.meta["state"] = True  # a parameter, a buffer
         self._made(x, node)
         return node
 
-    @staticmethod
-    def _phase_of_inputs(node: fx.Node) -> str:
-        """What works on gradients outside the backward pass belongs to it, and so on."""
+    def _phase_of_inputs(self, node: fx.Node, args: Any) -> str:
+        """What works on gradients outside the backward pass belongs to it, and so on; but not the
+        next forward pass, which works on parameters that the optimizer has written."""
         metas = [n.meta for n in node.all_input_nodes]
+        if any("state" in meta for meta in metas) and self._is_forward(args):
+            metas = [meta for meta in metas if "state" not in meta]
         phases = [meta.get("written_in", meta["origin"].phase) for meta in metas]
         return max(phases, key=PHASES.index, default="fwd")
+
+    def _is_forward(self, args: Any) -> bool:
+        """Is the op in a module's call, or one that autograd records?"""
+        if self._in_module or self.given is not None:
+            return True
+        given = (x for x in leaves_of(args) if isinstance(x, Tensor))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
     def _counted(self, out: Tensor, minlength: int) -> Tensor:
         """Of bincount: as many counts as it is told, where a value beyond would add to them."""
@@ -375,7 +394,7 @@ class Recorder(_torch.TorchDispatchMode):
     def _python_stack(self) -> tuple[Frames, str, bool]:
         """The user's frames, the path of the innermost module that is being called, and whether it
         is the autograd engine that runs this; then frames are only those that it called."""
-        found, module, in_engine = [], None, False
+        found, module, in_engine, self._in_module = [], None, False, False
         frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
@@ -383,6 +402,7 @@ class Recorder(_torch.TorchDispatchMode):
                 in_engine = True
                 break
             if module is None and code is _torch.MODULE_CALL_CODE:
+                self._in_module = True
                 module = self._modules.get(frame.f_locals["self"])
             if not self._of_library(code):
                 found.append((code.co_filename, frame.f_lineno))

@@ -80,7 +80,8 @@ class Trace:
         say ``trace.take({"u0": 4096})`` first, or MissingSize is raised.
         """
         assert self.graph_module is not None
-        return steps_of(self.graph_module, self.collectives, sizes=self.sizes)
+        with _no_collection():
+            return steps_of(self.graph_module, self.collectives, sizes=self.sizes)
 
     @cached_property
     def input_bytes(self) -> int:
@@ -204,13 +205,13 @@ def _table(collectives: Iterable[Issued]) -> list[str]:
     """A line for all that the same source line issues alike, in order of first issue."""
     groups: dict[Any, list[Issued]] = {}
     for c in collectives:
-        groups.setdefault((c.phase, c.op, c.axis, c.n, c.bytes, c.dtypes, c.source), []).append(c)
+        groups.setdefault((c.phase, c.op, c.label, c.n, c.bytes, c.dtypes, c.source), []).append(c)
     rows: list[tuple[str, ...]] = [_HEAD]
-    for (phase, op, axis, n, size, dtypes, source), same in groups.items():
+    for (phase, op, label, n, size, dtypes, source), same in groups.items():
         modules = {re.sub(r"\b(?<!\w)\d+\b", "*", c.module) for c in same}
         module = modules.pop() if len(modules) == 1 else f"{len(modules)} modules"
         kinds = ", ".join(dict.fromkeys(dtypes))
-        cells = (len(same), op, axis or same[0].group, n, show_bytes(size), kinds, phase)
+        cells = (len(same), op, label, n, show_bytes(size), kinds, phase)
         rows.append(tuple(map(str, (*cells, source, module))))
     return table(rows, "><<>><<<<")
 
