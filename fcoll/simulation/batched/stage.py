@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
 from fcoll._torch import group_ranks, mesh_group_name
-from fcoll.errors import BadMesh, UnknownGroup
+from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.simulation.batched import _torch
 from fcoll.table.partition import Partition
@@ -58,6 +58,7 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
+        _check_thread()
         with _one_thread:
             return self._world.make()
 
@@ -65,6 +66,7 @@ class Stage:
         """fn(*args) in this world of torch.distributed. At the end all is as it was.
 
         No generator: two of them would take as long as all the rest."""
+        _check_thread()
         with _one_thread:
             leave = self._world.enter()
             try:
@@ -186,6 +188,12 @@ class Stage:
 def _forget(partitions: dict[str, Partition]) -> None:
     for name in partitions:
         groups.stacked_groups.pop(name, None)
+
+
+def _check_thread() -> None:
+    if groups.on_simulated_rank():
+        hint = "Call it outside fcoll.simulate_ranks: it has ranks of its own."
+        raise NotOnSimulatedRanks(what="fcoll.simulate", hint=hint)
 
 
 def _rank_of(group: Any) -> Any:
