@@ -354,12 +354,13 @@ def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
 # -- a trace: nothing is exchanged, and what is called passes as an op of c10d ---
 
 
-def _or_traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_faking() and _torch.is_traced():
             self._check_owner(name)
-            return getattr(self.twin, name)(*args, **kwargs)
+            called = name if hasattr(self.twin, name) else other
+            return getattr(self.twin, called)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
     return call
@@ -380,7 +381,7 @@ _ALIASES = {
     "all_to_all_single": "alltoall_base",
 }
 for _name, _of in (*((name, name) for name in TRACED), *_ALIASES.items()):
-    setattr(SimulatedGroup, _name, _or_traced(_of, vars(SimulatedGroup)[_name]))
+    setattr(SimulatedGroup, _name, _or_traced(_name, _of, vars(SimulatedGroup)[_name]))
 
 
 def _plain(tensors: Any) -> list[Tensor]:
