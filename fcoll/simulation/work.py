@@ -43,6 +43,7 @@ class SimulatedWork(dist.Work):
     def complete(self, at: float, failure: FcollError | None = None) -> None:
         self.done, self.done_at, self.failure = True, at, failure
         if self.future is not None:
+            self.rank.futures = [work for work in self.rank.futures if work is not self]
             if this_rank() is self.rank:
                 self.settle_future()
             else:  # its callbacks may call collectives

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
+from fcoll.simulation.baton import this_rank
 
 
 def small_model() -> nn.Module:
@@ -103,3 +104,14 @@ def test_torchs_wait_is_as_it_was() -> None:
     with pytest.raises(KeyError):
         fcoll.simulate_ranks(program, 2)
     assert vars(torch._C.Future)["wait"] is before
+
+
+def test_works_that_are_done_are_not_kept() -> None:
+    def program(rank: int) -> int:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+        me = this_rank()
+        assert me is not None
+        return len(me.futures) + len(me.settling)
+
+    assert fcoll.simulate_ranks(program, 2) == [0, 0]

@@ -17,6 +17,7 @@ from fcoll._torch import group_ranks, mesh_group_name
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.simulation.batched import _torch
+from fcoll.simulation.baton import this_rank
 from fcoll.table.partition import Partition
 
 _count = itertools.count()
@@ -63,9 +64,7 @@ class Stage:
             return self._world.make()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args) in this world of torch.distributed. At the end all is as it was.
-
-        No generator: two of them would take as long as all the rest."""
+        """fn(*args) in this world of torch.distributed. At the end all is as it was."""
         _check_thread()
         with _one_thread:
             leave = self._world.enter()
@@ -191,7 +190,7 @@ def _forget(partitions: dict[str, Partition]) -> None:
 
 
 def _check_thread() -> None:
-    if groups.on_simulated_rank():
+    if this_rank() is not None:
         hint = "Call it outside fcoll.simulate_ranks: it has ranks of its own."
         raise NotOnSimulatedRanks(what="fcoll.simulate", hint=hint)
 
