@@ -15,6 +15,8 @@ Keyword arguments of both are those of ``fcoll.simulate_ranks``.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +85,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     def body(rank: int) -> None:
         mine = {k: rank if isinstance(v, _EachRanks) else v for k, v in given.items()}
-        fn(**mine)
+        made = fn(**mine)
+        if inspect.iscoroutine(made):  # of an async def, which would pass without having run
+            asyncio.run(made)
 
     World(marker.args[0], **marker.kwargs).run(body)
     return True

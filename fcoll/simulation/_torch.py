@@ -20,6 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from fcoll.imports import private, say_what_is_missing
 
+Future = private("torch._C", "Future")
 FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
 tree_map_only = private("torch.utils._pytree", "tree_map_only")
 
@@ -118,6 +119,22 @@ def traced_twin(name: str, rank: int, size: int) -> dist.ProcessGroup:
     twin._register_backend(torch.device("cpu"), custom, backend)
     twin._set_group_name(name)
     return twin
+
+
+# Functions of torch's (Join) that start a collective for its peers' sake and wait for none
+_NEVER_WAIT = ("_check_global_requires_backward_grad_sync", "notify_join_context")
+
+
+def left_by_torch() -> bool:
+    """Is it torch itself that will not wait for what is being issued?"""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in _NEVER_WAIT:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_traced() -> bool:

@@ -57,12 +57,15 @@ class Rank:
     clock: float = 0.0  # virtual seconds
     world: Any = None  # its torch.distributed (world.py)
     calls: int = 0  # communicating calls that it has made
+    futures: list[Any] = field(default_factory=list)  # works that others' futures may follow
+    settling: list[Any] = field(default_factory=list)  # those done: callbacks run in its thread
 
     def wait_for(self, awaited: Awaited) -> None:
         """Return when it is ready; other ranks run meanwhile."""
         while True:
             if self.baton.stopping:
                 raise RankStopped
+            self.settle()
             if awaited.ready():
                 return
             self.awaits, self.site = awaited, user_site()
@@ -71,6 +74,11 @@ class Rank:
             error, self.error = self.error, None
             if error is not None:
                 raise error
+
+    def settle(self) -> None:
+        """Settle the futures of works that others have completed; in this rank's own thread."""
+        while self.settling:
+            self.settling.pop(0).settle_future()
 
 
 class Baton:

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import BadOutput, GroupDestroyed, MismatchedLists, NotInGroup, NoValues
+from fcoll.errors import (
+    BadOutput,
+    GroupDestroyed,
+    MismatchedLists,
+    NotInGroup,
+    NoValues,
+    RankOutOfGroup,
+)
 from fcoll.reductions import PREMUL_SUM, parse, premul_factor
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
@@ -146,6 +153,8 @@ class SimulatedGroup(dist.ProcessGroup):
         owner = self._check_owner(op)
         if op not in MAKE_GROUPS:
             _check_values(op, [*part.ins, *part.outs])
+        if part.root != -1:
+            self._check_peer(op, "root", part.root)
         call = Call(op, tuple(facts), self.channel.label, user_site(), signature)
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
@@ -165,6 +174,8 @@ class SimulatedGroup(dist.ProcessGroup):
         op = "send" if sends else "recv"
         owner = self._check_owner(op)
         _check_values(op, [buf])
+        if peer != ANY:
+            self._check_peer(op, "dst" if sends else "src", peer)
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
@@ -187,6 +198,10 @@ class SimulatedGroup(dist.ProcessGroup):
         if self.destroyed:
             raise GroupDestroyed(op=op, group=self.channel.label)
         return me
+
+    def _check_peer(self, op: str, arg: str, rank: int) -> None:
+        if not 0 <= rank < self.n:
+            raise RankOutOfGroup(op=op, arg=arg, rank=rank, n=self.n, last=self.n - 1)
 
     # -- collectives that reduce ---
 
@@ -356,12 +371,13 @@ def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
 # -- a trace: nothing is exchanged, and what is called passes as an op of c10d ---
 
 
-def _or_traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_faking() and _torch.is_traced():
             self._check_owner(name)
-            return getattr(self.twin, name)(*args, **kwargs)
+            called = name if hasattr(self.twin, name) else other
+            return getattr(self.twin, called)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
     return call
@@ -382,7 +398,7 @@ _ALIASES = {
     "all_to_all_single": "alltoall_base",
 }
 for _name, _of in (*((name, name) for name in TRACED), *_ALIASES.items()):
-    setattr(SimulatedGroup, _name, _or_traced(_of, vars(SimulatedGroup)[_name]))
+    setattr(SimulatedGroup, _name, _or_traced(_name, _of, vars(SimulatedGroup)[_name]))
 
 
 def _plain(tensors: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from fcoll.errors import CollectiveTimeout, Deadlock
+from fcoll.simulation import _torch
 from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
 from fcoll.simulation.channel import Channel
 from fcoll.simulation.faults import Delay, Drop, Fault, Kill, Reorder
@@ -94,7 +95,8 @@ class Session:
             self.baton.timed = True
             rank.clock += fault.seconds
             self.baton.pause(rank)
-        self.unasked.add(work)
+        if not _torch.left_by_torch():
+            self.unasked.add(work)
 
     def poll(self, me: Rank, awaited: Awaited) -> None:
         """A rank looks for something that is not there, and will look again: others run first."""

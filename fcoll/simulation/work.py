@@ -43,7 +43,11 @@ class SimulatedWork(dist.Work):
     def complete(self, at: float, failure: FcollError | None = None) -> None:
         self.done, self.done_at, self.failure = True, at, failure
         if self.future is not None:
-            self._settle_future()
+            self.rank.futures = [work for work in self.rank.futures if work is not self]
+            if this_rank() is self.rank:
+                self.settle_future()
+            else:  # its callbacks may call collectives
+                self.rank.settling.append(self)
         self.rank.baton.wake(self.rank)
 
     def ready(self) -> bool:
@@ -77,6 +81,8 @@ class SimulatedWork(dist.Work):
                 me.session.limit(me, self, limit)
             me.wait_for(self)
         rank = self.rank
+        if rank.settling and this_rank() is rank:
+            rank.settle()
         if self.done_at > rank.clock:
             rank.clock = self.done_at
         if self.failure is not None:
@@ -122,13 +128,20 @@ class SimulatedWork(dist.Work):
         if self.future is None:
             self.future = _Future(self)
             if self.done:
-                self._settle_future()
-            elif _torch.in_backward():
+                self.settle_future()
+                return self.future
+            self.rank.futures.append(self)
+            if _torch.in_backward():
                 self.for_cpp = True
-                _torch.after_backward(self.wait)
+                _torch.after_backward(self._wait_ahead_of_cpp)
         return self.future
 
-    def _settle_future(self) -> None:
+    def _wait_ahead_of_cpp(self) -> None:
+        """Also for what its future's callbacks have started: C++ waits for all of it."""
+        self.wait()
+        _wait_for_all(self.rank, lambda: False)
+
+    def settle_future(self) -> None:
         if self.failure is None:
             self.future.set_result(list(self.outs))
         elif not self.for_cpp:  # C++ takes any value for tensors; the callback raises ahead of it
@@ -149,6 +162,28 @@ class _Future(torch.futures.Future):
     def value(self) -> Any:
         self.work.wait()
         return super().value()
+
+    def done(self) -> bool:
+        if not super().done() and this_rank() is self.work.rank:
+            self.work.is_completed()  # lets others run
+            self.work.rank.settle()
+        return super().done()
+
+
+def wait_for_future(original: Any, future: Any) -> Any:
+    """torch's wait for a future on a simulated rank: for one that C++ has made of those above
+    (``then``, DDP's comm hooks), other ranks run until the works that it may follow are done."""
+    me = this_rank()
+    if me is not None:
+        _wait_for_all(me, future.done)
+    return original(future)
+
+
+def _wait_for_all(me: Rank, done: Callable[[], bool]) -> None:
+    """For the works whose futures were asked for, and those that their callbacks start."""
+    me.settle()
+    while me.futures and not done():
+        me.wait_for(me.futures.pop(0))
 
 
 def _again(error: FcollError) -> FcollError:

@@ -22,6 +22,7 @@ from fcoll.simulation import _torch
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.moves import Part
+from fcoll.simulation.work import wait_for_future
 
 PREFIX = "simulated_"  # of groups' names: they are not those of real groups
 
@@ -61,6 +62,8 @@ class RankWorld(_torch.PYTHON_WORLD):  # type: ignore[misc, name-defined]
     @default_pg.setter
     def default_pg(self, pg: Any) -> None:
         self._default = pg
+        if pg is None:
+            self.implied = False  # the program has destroyed it itself
 
 
 _DICTS = (
@@ -336,6 +339,9 @@ def _install() -> None:
         _replace(module, name, _by_rank(module, name, entry))
     for name in ("TCPStore", "FileStore", "HashStore"):
         _replace(dist, name, _store_class(getattr(dist, name)))
+    wait = vars(_torch.Future)["wait"]  # not getattr, which gives another object
+    _undo.append(lambda: setattr(_torch.Future, "wait", wait))
+    _torch.Future.wait = _by_rank(_torch.Future, "wait", wait_for_future)
     for name in ("_backend", "_default_pg_init_method"):  # init_process_group writes these
         _replace(c10d, name, getattr(c10d, name))
     _replace(sys, "excepthook", sys.excepthook)

@@ -6,6 +6,7 @@ import torch
 
 from fcoll.groups import GroupLike, resolve
 from fcoll.symm_mem import kernels
+from fcoll.table import warm
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import Status, status_of
 
@@ -41,6 +42,7 @@ def empty_cache() -> None:
     """
     if build.loaded():
         torch.ops.fcoll_native.empty_cache()
+    warm.release()
 
 
 class Acceleration:

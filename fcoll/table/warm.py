@@ -72,6 +72,12 @@ def _drop() -> None:
         _kept.pop(0)
 
 
+def release() -> None:
+    """Unmap all that nobody uses."""
+    with _lock:
+        _kept.clear()
+
+
 def kept_bytes() -> int:
     """Of blocks that nobody uses."""
     return sum(len(block) for _, block in _kept)

@@ -51,6 +51,11 @@ class TestClass:
 def test_skips():
     pytest.skip("not today")
 
+@pytest.mark.ranks(2)
+async def test_coroutine_fails(fcoll_rank):
+    dist.barrier()
+    assert fcoll_rank == 0
+
 @pytest.mark.ranks(3)
 def test_fails_on_rank_2(fcoll_rank):
     dist.barrier()
@@ -80,8 +85,9 @@ def run(tmp_path, *options):
 
 def test_tests_on_simulated_ranks(tmp_path):
     out = run(tmp_path, "-q", "-rfEs", "--strict-markers", "-W", "error")
-    assert "3 failed, 6 passed, 1 skipped, 1 error" in out, out
+    assert "4 failed, 6 passed, 1 skipped, 1 error" in out, out
     assert "rank 2: AssertionError: assert 2 < 2, at test_theirs.py:" in out
+    assert "rank 1: AssertionError: assert 1 == 0, at test_theirs.py:" in out
     assert "rank 0 waits in recv(1 float32) from rank 1" in out
     assert "use @pytest.mark.ranks(n), with one number of ranks" in out
     assert "fcoll_rank is for tests with @pytest.mark.ranks(n)" in out

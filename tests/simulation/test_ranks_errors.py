@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -374,3 +375,49 @@ def test_an_interrupt_ends_ranks_that_pass_the_baton_on(interrupts, capfd):
         assert not any(thread.is_alive() for thread in left)
     assert "Traceback" not in capfd.readouterr().err
     assert fcoll.simulate_ranks(lambda rank: dist.get_rank(), 2) == [0, 1]
+
+
+# -- mistakes that a program may go on after ---
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: dist.broadcast(x, 99),
+        lambda x: dist.reduce(x, -5),
+        lambda x: dist.send(x, 99),
+        lambda x: dist.recv(x, 7),
+    ],
+)
+def test_a_rank_outside_the_group_is_an_error_at_once(call: Any) -> None:
+    def program(rank: int) -> float:
+        x = torch.ones(1)
+        with pytest.raises(fcoll.errors.RankOutOfGroup, match="outside the group of 3 ranks"):
+            call(x)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert fcoll.simulate_ranks(program, 3) == [3.0] * 3
+
+
+def test_a_world_that_was_destroyed_is_made_again() -> None:
+    def program(rank: int) -> list[float]:
+        found = []
+        for _ in range(2):
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            found.append(x.item())
+            dist.destroy_process_group()
+        return found
+
+    assert fcoll.simulate_ranks(program, 2) == [[2.0, 2.0]] * 2
+
+
+def test_a_batched_simulation_has_ranks_of_its_own() -> None:
+    def program(rank: int) -> Any:
+        return fcoll.simulate(lambda x: x, world_size=2)(torch.ones(2))
+
+    with pytest.raises(fcoll.FcollError, match=r"fcoll\.simulate does not work on simulated ranks"):
+        fcoll.simulate_ranks(program, 2)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+import fcoll
 from fcoll.table import warm
 
 SHAPE = (32, 256, 1025)  # 32 MiB and a little: not a multiple of a huge page
@@ -58,6 +59,14 @@ def test_too_many_and_too_old_are_unmapped(monkeypatch: pytest.MonkeyPatch) -> N
     assert warm.empty((32 << 20,), torch.uint8).data_ptr() == last
     monkeypatch.setattr(warm, "_KEPT_FOR_S", -1.0)
     warm._drop()
+    assert warm.kept_bytes() == 0
+
+
+def test_the_cache_can_be_emptied() -> None:
+    del_me = warm.empty(SHAPE, torch.float32)
+    del del_me
+    assert warm.kept_bytes()
+    fcoll.symm_mem.empty_cache()
     assert warm.kept_bytes() == 0
 
 

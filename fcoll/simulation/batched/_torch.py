@@ -326,21 +326,26 @@ class Patch:
         """Returns what undoes it."""
         changes = self.changes
         if functional := sys.modules.get(_FUNCTIONAL):
-            changes += tuple((functional, name, make) for name, make in self.short.items())
-        before = []
-        for owner, name, make in changes:
-            old = vars(owner)[name]
-            before.append((owner, name, old))
-            known, new = self._made.get((owner, name), (None, None))
-            if known is not old:  # else made already, when it was called last
-                new = make(getattr(owner, name))
-                self._made[owner, name] = old, new
-            setattr(owner, name, new)
+            names = vars(functional)  # which differ between versions of torch
+            changes += tuple((functional, n, make) for n, make in self.short.items() if n in names)
+        before: list[tuple[Any, str, Any]] = []
 
         def undo() -> None:
             for owner, name, old in before:
                 setattr(owner, name, old)
 
+        try:
+            for owner, name, make in changes:
+                old = vars(owner)[name]
+                before.append((owner, name, old))
+                known, new = self._made.get((owner, name), (None, None))
+                if known is not old:  # else made already, when it was called last
+                    new = make(getattr(owner, name))
+                    self._made[owner, name] = old, new
+                setattr(owner, name, new)
+        except BaseException:  # an interrupt
+            undo()
+            raise
         return undo
 
 

@@ -1,6 +1,6 @@
 """torch's functional collectives inside a simulation, straight to the rows' ``stacked`` rules.
 
-Of a small collective's time, the dispatcher and torch's Python around its op would be a half. What
+Of a small collective's time, the dispatcher and torch's Python around its op were a third. What
 somebody else wants to see (modes, the profiler, an inner transform, a compiler) goes torch's way.
 """
 

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
 from fcoll._torch import group_ranks, mesh_group_name
-from fcoll.errors import BadMesh, UnknownGroup
+from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.simulation.batched import _torch
+from fcoll.simulation.baton import this_rank
 from fcoll.table.partition import Partition
 
 _count = itertools.count()
@@ -58,13 +59,13 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
+        _check_thread()
         with _one_thread:
             return self._world.make()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args) in this world of torch.distributed. At the end all is as it was.
-
-        No generator: two of them would take as long as all the rest."""
+        """fn(*args) in this world of torch.distributed. At the end all is as it was."""
+        _check_thread()
         with _one_thread:
             leave = self._world.enter()
             try:
@@ -186,6 +187,12 @@ class Stage:
 def _forget(partitions: dict[str, Partition]) -> None:
     for name in partitions:
         groups.stacked_groups.pop(name, None)
+
+
+def _check_thread() -> None:
+    if this_rank() is not None:
+        hint = "Call it outside fcoll.simulate_ranks: it has ranks of its own."
+        raise NotOnSimulatedRanks(what="fcoll.simulate", hint=hint)
 
 
 def _rank_of(group: Any) -> Any:
