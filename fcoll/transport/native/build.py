@@ -33,7 +33,8 @@ from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, say
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
-_EXTENSION = [Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp", "buckets.cpp")]
+_OF_EXTENSION = ("python.cpp", "gradients.cpp", "buckets.cpp")
+_EXTENSION = [Path(__file__).parent / name for name in _OF_EXTENSION]
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0
 # Of one core, measured; and what it takes with any number of them: the headers, then a file.
