@@ -160,8 +160,8 @@ def _open(g: Group) -> Opened:
             return Opened(why_not[:REASON])
         timeout_s = _torch.group_timeout_s(g.pg)
         host = _host()
-        opened = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
-        return Opened("", host, os.getpid(), *opened, fast=build.has_fast_path())
+        handle, fd, token = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
+        return Opened("", host, os.getpid(), handle, fd, token, build.has_fast_path())
     except Exception as error:
         return Opened(_said(error))
 
