@@ -37,7 +37,7 @@ class Settings:
         self._optimizes = False
         self._futures: Sequence[Any] = ()
         self._forward_work: tuple[Any, bool] | None = None
-        # Ranks that have joined send zeros from other memory: those that have not do not sum in place.
+        # ranks that have joined send zeros from other memory: meanwhile nobody sums in place
         self._joining = False
 
     # -- comm hooks -------------------------------------------------------------------------------

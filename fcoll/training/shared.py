@@ -18,7 +18,7 @@ from fcoll.training.collectives import Collectives, Started
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
 
-# Buckets begin on pages of their own: of a page, a part may be written by another rank.
+# Buckets begin on pages of their own: no cache line is in two.
 PAGE = 4096
 
 
@@ -57,11 +57,12 @@ def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> Non
 
 
 def _handle(group: Collectives) -> int:
-    """Of the group's shared memory; 0 if it has none, or that is not known yet."""
-    if group.name is None or not build.loaded() or not build.has_fast_path():
+    """Of the group's shared memory; 0 if it has none, or a rank has no extension module, or that
+    is not known yet."""
+    if group.name is None:
         return 0
     status = shared_memory.known_status(by_name(group.name))
-    return status.handle if status else 0
+    return status.handle if status and status.fast else 0
 
 
 def _fits(bucket: DenseBucket) -> bool:

@@ -51,6 +51,7 @@ class Status:
 
     handle: int
     reason: str
+    fast: bool = False  # have all ranks the extension module?
 
     @property
     def shared(self) -> bool:
@@ -128,13 +129,13 @@ def _connect(g: Group) -> Status:
     with meeting(g) as exchange:
         mine = _open(g)
         try:
-            why_not = _agree(g, mine, exchange)
+            why_not, fast = _agree(g, mine, exchange)
         except BaseException:
             _close(mine)
             raise
     if not why_not:
         torch.ops.fcoll_native.bind(g.name, mine.handle)
-        return Status(mine.handle, f"{g.n} ranks on {socket.gethostname()}")
+        return Status(mine.handle, f"{g.n} ranks on {socket.gethostname()}", fast)
     _close(mine)
     return Status(0, why_not)
 
@@ -149,6 +150,7 @@ class Opened:
     handle: int = 0  # of this process
     fd: int = -1
     token: int = 0
+    fast: bool = False  # has it the extension module?
 
 
 def _open(g: Group) -> Opened:
@@ -158,7 +160,8 @@ def _open(g: Group) -> Opened:
             return Opened(why_not[:REASON])
         timeout_s = _torch.group_timeout_s(g.pg)
         host = _host()
-        return Opened("", host, os.getpid(), *torch.ops.fcoll_native.open(g.rank, g.n, timeout_s))
+        handle, fd, token = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
+        return Opened("", host, os.getpid(), handle, fd, token, build.has_fast_path())
     except Exception as error:
         return Opened(_said(error))
 
@@ -168,22 +171,24 @@ def _close(mine: Opened) -> None:
         torch.ops.fcoll_native.close(mine.handle)
 
 
-def _agree(g: Group, mine: Opened, exchange: Exchange) -> str:
-    """Map the peers' memory, if all ranks can: empty, or on all ranks why not."""
+def _agree(g: Group, mine: Opened, exchange: Exchange) -> tuple[str, bool]:
+    """Map the peers' memory, if all ranks can: empty, or on all ranks why not; and have all ranks
+    the extension module?"""
     cards = [Opened(**json.loads(text)) for text in exchange(json.dumps(asdict(mine)))]
     without = [f"rank {r}: {card.why_not}" for r, card in enumerate(cards) if card.why_not]
     if without:
-        return mine.why_not or without[0]
+        return mine.why_not or without[0], False
     hosts = {card.host for card in cards}
     if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts"
+        return f"its ranks are on {len(hosts)} hosts", False
     try:
         addresses = [(card.pid, card.fd, card.token) for card in cards]
         why_not = torch.ops.fcoll_native.join(mine.handle, *zip(*addresses, strict=True))
     except Exception as error:
         why_not = _said(error)
     failed = [(r, text) for r, text in enumerate(exchange(why_not)) if text]
-    return why_not or (f"rank {failed[0][0]}: {failed[0][1]}" if failed else "")
+    why_not = why_not or (f"rank {failed[0][0]}: {failed[0][1]}" if failed else "")
+    return why_not, all(card.fast for card in cards)
 
 
 def _said(error: Exception) -> str:
