@@ -183,7 +183,7 @@ def test_no_gradient_of_overwriting(solo, mode):
     assert "it overwrites its argument" in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_no_gradient_of_forward_mode(solo):
     with pytest.raises(errors.NoGradient, match="Use reverse mode"):
         torch.func.jvp(world_sum, (torch.ones(2),), (torch.ones(2),))

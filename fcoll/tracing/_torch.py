@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from fcoll._torch import add_kernel
 from fcoll._torch import op_name as op_name
 from fcoll.graph._torch import call_arguments as call_arguments
 from fcoll.imports import private, private_names, say_what_is_missing
@@ -170,6 +171,15 @@ def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     finally:
         for cls, original in zip(classes, originals, strict=True):
             cls.wait = original  # type: ignore[method-assign]
+
+
+def _gather_into_tensor(output: Any, input: Any, group: Any, *options: Any) -> Any:
+    """On fake tensors c10d's ops only give a handle. Of this one, of dist.gather_single from torch
+    2.14 on, torch has no such kernel."""
+    return output, dist.Work.boxed(FakeWork())
+
+
+add_kernel("c10d", "gather_into_tensor_", "Meta", _gather_into_tensor)
 
 
 @contextmanager

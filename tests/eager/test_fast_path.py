@@ -152,7 +152,8 @@ class Sub(torch.Tensor):
 
 
 def guards(rank):
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+    for kind in (DeprecationWarning, FutureWarning):  # torch's own, of torch.jit: 2.13; newer
+        warnings.simplefilter("ignore", kind)
     x = torch.ones(3)
     fcoll.all_reduce(x).tolist()
     leaf = torch.ones(3, requires_grad=True)

@@ -297,7 +297,7 @@ def forward_mode(rank: int, functional: bool) -> None:
 
 
 @pytest.mark.parametrize("functional", [False, True])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_is_refused(ranks2, functional):
     for error in ranks2.run_expecting(forward_mode, functional):
         assert isinstance(error, NoGradient)
