@@ -10,6 +10,7 @@ from random_steps import Writer, programs
 
 import fcoll
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall, NoGraph, UnknownScheduler
+from fcoll.scheduling.listing import RangeMax
 from fcoll.scheduling.registry import SCHEDULERS
 
 CHECKS = settings(  # no shrinking: it takes minutes, and these programs are small
@@ -143,6 +144,13 @@ def test_a_cap_below_the_original_is_met_where_it_can_be():
     assert plan(program, cap=2000).peak_bytes <= 2000
     with pytest.raises(MemoryCapTooSmall, match=r"the least is 1000 B, .* holds 3.91 KiB"):
         plan(program, cap=500)
+
+
+def test_the_largest_of_a_range():
+    values = [7 * i * i % 31 for i in range(70)]
+    table = RangeMax(values)
+    for begin, end in itertools.combinations(range(71), 2):
+        assert table.most(begin, end) == max(values[begin:end])
 
 
 # -- one's own ---
