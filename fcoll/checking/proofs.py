@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,6 +188,8 @@ def _difference(x: Any, y: Any) -> str:
 
 def _own_parts(calls: dict[int, Issued], known: Known) -> Iterator[tuple[int, int, str]]:
     """What rank a sends to b is what b expects from a."""
+    same: set[frozenset[int]] = set()  # pairs whose counts only a run knows: those that match,
+    other: dict[tuple[int, int], str] = {}  # and those of which it cannot be told
     for (a, x), (b, y) in itertools.permutations(calls.items(), 2):
         if all(isinstance(c.args.get(k), (list, tuple)) for c in (x, y) for k in SPLITS):
             sent = x.args[SPLITS[0]][x.ranks.index(b)]
@@ -198,8 +200,26 @@ def _own_parts(calls: dict[int, Issued], known: Known) -> Iterator[tuple[int, in
                 yield a, b, why
             elif differs is None:
                 known.not_compared(y, f"how many rows ranks send ({sent}) and expect ({expected})")
+                other[a, b] = f"rank {a} sends {sent} rows to rank {b}, which expects {expected}"
             elif has_symbols(expected):
                 known.follows(y, (sent, a), (expected, b))
+                same.add(frozenset((a, b)))
+    yield from _odd_one_out(same, other)
+
+
+def _odd_one_out(
+    same: set[frozenset[int]], other: Mapping[tuple[int, int], str]
+) -> Iterator[tuple[int, int, str]]:
+    """Counts that match between all ranks but one are other counts there."""
+    if not other or not same:
+        return
+    for rank in sorted(frozenset.intersection(*map(frozenset, other))):
+        among_others = {pair for pair in same if rank not in pair}
+        pairs = {frozenset(pair) for pair in other}
+        if among_others and len(pairs) > 1 and not pairs & among_others:
+            (a, b), why = next(iter(other.items()))
+            yield a, b, f"{why}: other counts than those that match between the other ranks"
+            return
 
 
 def _raise_mismatch(

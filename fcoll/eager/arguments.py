@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from fcoll._torch import at_trace_time
 from fcoll.errors import WrongLayout, WrongType, fail
 
 _LISTS = (list, tuple, torch.Size)
-ReduceOpLike: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+ReduceOpName: TypeAlias = Literal[
+    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"
+]
+ReduceOpLike: TypeAlias = ReduceOpName | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def tensor(op: str, x: Any, arg: str = "x") -> Tensor:

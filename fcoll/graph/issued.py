@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
 from fcoll.graph import _torch
+from fcoll.graph.nodes import SPLITS as SPLITS
 from fcoll.graph.nodes import arguments, collectives, origin_of, waits_of
 from fcoll.graph.origin import Frames
 from fcoll.graph.sizes import Hints
@@ -20,7 +21,6 @@ from fcoll.source import show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.transport.messages import PLAIN
-
 
 SHOWN = 4  # ranks of a group without a name
 
@@ -171,7 +171,6 @@ def describe(call: Issued) -> str:
 
 
 #: The arguments of an exchange that say how many rows go to whom, and come from whom.
-SPLITS = ("input_split_sizes", "output_split_sizes")
 _SHOWN = ("reduce_op", "src", "dst", "sizes", "op_list", "peer_list", "tag", "tag_list", *SPLITS)
 
 

@@ -16,6 +16,8 @@ from fcoll.source import show, user_frames
 from fcoll.table.collectives import row_named
 from fcoll.table.row import Collective
 
+SPLITS = ("input_split_sizes", "output_split_sizes")  # of an exchange
+
 
 def row_of_node(node: Any) -> Collective | None:
     """The row of a node that calls a collective or a wait, None of any other."""

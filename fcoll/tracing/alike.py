@@ -196,6 +196,11 @@ def _plain(x: Any) -> Any:
     return x._of.ask(x._values) if type(x) is Number else x
 
 
+def asked(x: Any) -> Any:
+    """The plain number that a Number is on the traced rank; anything else as it is."""
+    return _plain(x)
+
+
 def this_ranks(x: Any) -> Any:
     """The traced rank's number, to be in a tensor: asked is who reads a tensor's value then."""
     if type(x) is not Number:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcoll.groups import by_name, rank_answers
 from fcoll.source import is_library
 from fcoll.tracing import _torch
-from fcoll.tracing.alike import MOST_MEMBERS, Alike, nested, this_ranks
+from fcoll.tracing.alike import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks
 
 
 @contextmanager
@@ -75,11 +75,35 @@ def _numbers_in_tensors(alike: Alike) -> Iterator[None]:
         return read
 
     makers = {name: plainly(getattr(torch, name)) for name in ("manual_seed", "tensor")}
+    makers |= {name: _sized(getattr(torch, name)) for name in _MADE_BY_SIZE}
     readers = {name: reading(getattr(torch.Tensor, name)) for name in _READS}
+    readers |= {name: _sized(getattr(torch.Tensor, name)) for name in _SHAPED_BY_SIZE}
     with _torch.replaced(torch, makers), _torch.replaced(torch.Tensor, readers):
         yield
 
 
+def _sized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes sizes: torch takes none but ints, and every one that is made of a rank
+    is asked."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(type(x) in _MAY_BE_RANKS for x in args) or kwargs:
+            args = nested(asked, args)
+            kwargs = {name: nested(asked, x) for name, x in kwargs.items()}
+        return fn(*args, **kwargs)
+
+    return call
+
+
+_MAY_BE_RANKS = (Number, list, tuple)
+_MADE_BY_SIZE = (
+    *("empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "eye", "arange"),
+    *("linspace", "empty_strided"),
+)
+_SHAPED_BY_SIZE = (
+    *("view", "reshape", "expand", "repeat", "unflatten", "split", "narrow"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+)
 _READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
 
 

@@ -157,10 +157,15 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _file_of(cls: type) -> str:
     """Where a class is written; nowhere, so not in a library, if in a notebook or such."""
-    module = sys.modules.get(cls.__module__)
-    if module is None or cls.__module__ == "__main__":
+    name = cls.__module__
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
         return ""
-    return getattr(module, "__file__", None) or "<frozen >"
+    if file := getattr(module, "__file__", None):
+        return str(file)
+    # Made by hand, such as from a program's text: no file and no spec. torch's C++ ones are inside.
+    by_hand = getattr(module, "__spec__", None) is None and "." not in name
+    return "" if by_hand else "<frozen >"
 
 
 # -- fake copies ---

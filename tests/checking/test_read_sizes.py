@@ -301,3 +301,27 @@ def test_terms_are_the_elements_that_ops_give():
 
 def as_list(x: Any) -> list[Any]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def test_one_rank_that_takes_other_counts_is_found():
+    """On the way back it expects what it got, not what it sent. No count is known, but between all
+    the other ranks they match."""
+
+    def build(mesh):
+        ep = mesh["ep"]
+
+        def step(x):
+            counts = counted((x @ x.T).argmax(-1), ep.size())
+            sends, receives = told_counts = (
+                counts.tolist(),
+                fcoll.all_to_all_single(counts, ep).tolist(),
+            )
+            rows = fcoll.all_to_all_single(x, ep, receives, sends)
+            expected = told_counts[ep.get_local_rank() == 5]
+            return fcoll.all_to_all_single(rows, ep, expected, receives)
+
+        return step, (torch.randn(8, 8),)
+
+    with pytest.raises(CheckMismatch, match="other counts than those that match") as caught:
+        check(build, {"ep": 8})
+    assert 5 in caught.value.ranks

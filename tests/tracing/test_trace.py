@@ -360,3 +360,19 @@ def test_torchs_own_functions_of_sizes_come_back_from_text():
     assert any("//" in str(e) for e in exprs)
     for e in exprs:
         assert from_text(to_text(e)) == e and e.free_symbols
+
+
+def test_torch_logs_show_traces(monkeypatch, capsys):
+    """TORCH_LOGS="+fcoll", which torch reads when it is imported."""
+    from torch._logging import _internal
+
+    try:
+        with monkeypatch.context() as here:
+            here.setenv("TORCH_LOGS", "+fcoll")
+            _internal._init_logs()
+        with fcoll.fake_world(tp=4) as mesh:
+            fcoll.trace(lambda x: fcoll.all_reduce(x, "sum", mesh), torch.ones(8))
+    finally:
+        _internal.log_state.clear()
+        _internal._init_logs()
+    assert "1  all_reduce  tp" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -205,3 +207,73 @@ def test_fully_shard_is_afterwards_what_it_was():
         for (p, value), now in zip(before, model.parameters(), strict=True):
             assert now is p and torch.equal(now.to_local(), value) and now.grad is None
         assert fcoll.trace(step, torch.ones(2, 8)).collectives == whole
+
+
+def phases(step: Callable[..., Any], *args: Any) -> list[str]:
+    return [c.phase for c in fcoll.trace(step, *args).collectives]
+
+
+def test_a_second_forward_pass_works_on_what_the_optimizer_wrote_and_is_forward():
+    with fcoll.fake_world(dp=2) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), Summed(mesh), nn.BatchNorm1d(4))
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                for p in model.parameters():
+                    fcoll.all_reduce(p.grad, "sum", mesh)
+                optimizer.step()
+            with torch.no_grad():
+                return fcoll.all_reduce(model(x).sum(), "sum", mesh)
+
+        of_a_step = ["fwd", *["bwd"] * 5]  # the sum's own gradient, four parameters'
+        assert phases(step, torch.ones(2, 4)) == [*of_a_step, *of_a_step, "fwd", "fwd"]
+
+
+def test_without_modules_it_is_what_autograd_records():
+    with fcoll.fake_world(dp=2) as mesh:
+        w = torch.ones(4, 4, requires_grad=True)
+
+        def step(x: torch.Tensor) -> None:
+            for _ in range(2):
+                fcoll.all_reduce(x @ w, "sum", mesh, grad="identity").sum().backward()
+                with torch.no_grad():
+                    w.sub_(w.grad)
+                w.grad = None
+            with torch.no_grad():  # as sharded optimizers do
+                fcoll.broadcast(w, 0, mesh)
+
+        assert phases(step, torch.ones(2, 4)) == ["fwd", "fwd", "bwd"]
+
+
+class Summed(nn.Module):
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fcoll.all_reduce(x, "sum", self.mesh)
+
+
+def test_a_program_made_of_text_is_looked_through(monkeypatch):
+    """Its modules have no file; what its objects hold must be found and faked all the same."""
+    program = ModuleType("made_of_text")
+    monkeypatch.setitem(sys.modules, "made_of_text", program)
+    exec(
+        "class Trainer:\n"
+        "    def __init__(self, model): self.model, self.steps = model, []\n"
+        "    def step(self, x):\n"
+        "        self.model(x).sum().backward()\n"
+        "        self.steps.append(len(self.steps))\n",
+        program.__dict__,
+    )
+    model = nn.Linear(4, 4)
+    trainer = program.Trainer(model)
+    with fcoll.fake_world(dp=2):
+        trace = fcoll.trace(trainer.step, torch.ones(2, 4))
+    assert trace.own_backward
+    assert model.weight.grad is None
+    inputs = [n.name for n in trace.graph_module.graph.nodes if n.op == "placeholder"]
+    assert "weight" in inputs and "constant" not in inputs
