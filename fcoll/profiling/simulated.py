@@ -15,7 +15,9 @@ _OTHERS = {
     "monitored_barrier": "barrier",
 }
 
-_OWN = {name.removesuffix("_"): row for name, row in c10d.ROWS.items()}
+_METHOD_OF = {"gather_into_tensor_": "gather_single"}  # others have the op's name
+
+_OWN = {_METHOD_OF.get(op, op.removesuffix("_")): row for op, row in c10d.ROWS.items()}
 
 #: A method of SimulatedGroup -> the row that it is a call of
 METHODS = {**_OWN, **{name: _OWN[other] for name, other in _OTHERS.items()}}
