@@ -220,15 +220,23 @@ def test_a_scheduler_of_ones_own_by_name(world):
         config.schedule = "last to first"
 
 
-def test_a_wrong_plan_is_an_error(world):
-    with config.patch(schedule=lambda job: [s.name for s in reversed(job)]):
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (lambda job: [s.name for s in reversed(job)], "comes before"),
+        (lambda job: None, "gives None, which is no step or name"),
+    ],
+)
+def test_a_wrong_plan_is_an_error(world, given, why):
+    with config.patch(schedule=given):
         gm = graph_of(two_products, square(), square())
-        with pytest.raises(fcoll.errors.BadPlan, match="comes before"):
+        with pytest.raises(fcoll.errors.BadPlan, match=why):
             run_passes(gm, [schedule])
 
 
 @pytest.mark.parametrize(
-    ("given", "why"), [(lambda job: 1 / 0, "ZeroDivisionError"), (lambda job: None, "TypeError")]
+    ("given", "why"),
+    [(lambda job: 1 / 0, "ZeroDivisionError"), (lambda job: len(None), "TypeError")],
 )
 def test_a_scheduler_that_fails_is_named(world, given, why):
     gm = graph_of(two_products, square(), square())
