@@ -64,7 +64,12 @@ def shard_at(st: Any, index: MetadataIndex) -> Tensor:
 
 def _written(st: Any) -> list[Shard]:
     """The shards with elements: an empty one may have the offsets of another, and holds nothing.
-    Of a tensor without any, all."""
-    if st._metadata.size.numel() == 0:
-        return st._local_shards
+    Of a tensor without any, those that begin inside it: the last of many chunks may not."""
+    size = st._metadata.size
+    if size.numel() == 0:
+        return [
+            shard
+            for shard in st._local_shards
+            if all(at <= n for at, n in zip(shard.metadata.shard_offsets, size, strict=True))
+        ]
     return [shard for shard in st._local_shards if shard.tensor.numel()]

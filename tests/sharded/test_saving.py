@@ -282,6 +282,19 @@ def test_ours_is_theirs_and_theirs_is_ours(ranks4, old, tmp_path):
     ranks4.run(load_in_theirs, folder)
 
 
+def test_chunks_behind_the_end_of_an_empty_tensor_are_not_written(tmp_path):
+    """Three chunks of one column: the third begins at column 2."""
+    old, new = sharded.chunk(1, [0, 0, 0]), sharded.chunk(0, [0])
+
+    def check(rank):
+        dcp.save({"x": sharded.zeros(old, 0, 1)}, checkpoint_id=tmp_path)
+        made = sharded.zeros(new, 0, 1)
+        dcp.load({"x": made}, checkpoint_id=tmp_path)
+        check_local(made, new, (0, 1), rank)
+
+    fcoll.simulate_ranks(check, 2)
+
+
 @given(data=st.data())
 @settings(max_examples=10)
 def test_any_layout_loads_as_any_other(data, tmp_path_factory):
