@@ -38,7 +38,7 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.transport.shared_memory import refused
 
-#: What a batched simulation adds: runs a call on stacked ranks, or returns NotImplemented.
+#: What a batched simulation adds while it runs: a call on stacked ranks, or NotImplemented.
 stacked_ways: list[Callable[[Collective, tuple[Any, ...]], Any]] = []
 
 

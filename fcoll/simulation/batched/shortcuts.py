@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import unobserved
-from fcoll.eager import door
 from fcoll.simulation.batched import _torch, kernels
 from fcoll.simulation.batched import stage as stage_module
 from fcoll.simulation.batched.stage import Stage, active
@@ -61,7 +60,7 @@ def of_fcoll(row: Collective, args: tuple[Any, ...]) -> Any:
     return _run(stage, row, args[at], *args)
 
 
-door.stacked_ways.append(of_fcoll)
+stage_module.short_of_fcolls.append(of_fcoll)
 
 
 def _all_reduce(torchs: Fn) -> Fn:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
 from fcoll._torch import group_ranks, mesh_group_name
+from fcoll.eager import door
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.simulation.batched import _torch
@@ -78,9 +79,11 @@ class Stage:
         level, self.level = self.level, _torch.depth() + 1
         active.append(self)
         groups.resolvers.append(self.group_name)
+        ways, door.stacked_ways[:] = list(door.stacked_ways), short_of_fcolls
         try:
             return fn(*args)
         finally:
+            door.stacked_ways[:] = ways
             groups.resolvers.pop()
             active.pop()
             self.level = level
@@ -205,6 +208,7 @@ def _saw_mesh(mesh: DeviceMesh) -> None:
 
 #: name of a functional collective of torch's -> what makes its short way (shortcuts.py)
 short: dict[str, Callable[..., Any]] = {}
+short_of_fcolls: list[Callable[..., Any]] = []  # the same for fcoll's own functions
 _patch = _torch.Patch(_rank_of, _saw_mesh, short)
 
 
