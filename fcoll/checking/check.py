@@ -82,9 +82,10 @@ class Checked:
         world, traced = prod(self.mesh.values()), len(self.ranks_traced)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         who = f"all {world} ranks" if self.all_ranks else f"{traced} of {world} ranks, those traced"
+        groups = "1 group" if self.groups == 1 else f"{self.groups} groups"
         lines = [
             f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {self.calls} "
-            f"collectives on {self.groups} groups match, every send meets its receive, no deadlock"
+            f"collectives on {groups} match, every send meets its receive, no deadlock"
         ]
         if traced < world:
             lines.append(f"traced: {', '.join(map(str, self.ranks_traced))}; {self._others()}")
