@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+#: What draws tables instead, while a command prints on a terminal (cli/terminal.py).
+draw: Callable[[Sequence[Sequence[str]], str], list[str]] | None = None
 
 
 def show_bytes(nbytes: Any) -> str:
@@ -46,6 +49,8 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     op          n
     all_reduce  8
     """
+    if draw is not None:
+        return draw(rows, align)
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
     return [
         "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True)).rstrip()

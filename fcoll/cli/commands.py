@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -25,6 +24,7 @@ from typing import Any
 
 from fcoll import source
 from fcoll.cli import demos, programs
+from fcoll.cli.terminal import drawn_tables, now_and_then, progress
 from fcoll.costs.machine import Machine, machine_dir, presets
 from fcoll.costs.model import number
 from fcoll.errors import BadMesh, BadOption, CollectiveMismatch, FcollError, NotWritable, RankFailed
@@ -34,7 +34,6 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.tracing._torch import FAKE_TENSOR_LOG
 
 FINE, FOUND, FAILED = 0, 1, 2
-PROGRESS_S = 5.0  # between lines that say how far it is
 
 # -- commands ---
 
@@ -51,7 +50,7 @@ def _report(args: argparse.Namespace) -> int:
     scheduler_of(args.scheduler or "original")
     before = programs.read_trace(args.before) if args.before else None
     run = observed.read(args.against) if args.against else None
-    with _traced_in(args) as traced, _progress("timing its steps", args):
+    with _traced_in(args) as traced, progress("timing its steps", args.quiet):
         first = line = _numbered(timeline(traced, machine, waits=_waits(args)), traced)
         second = plan = None
         if before is not None:
@@ -60,14 +59,14 @@ def _report(args: argparse.Namespace) -> int:
             plan = schedule(traced, machine, scheduler=args.scheduler, memory_cap=None)
             planned = replace(plan.timeline, mesh=first.mesh, rank=first.rank)
             line = second = _numbered(planned, traced)
-        with _progress("looking for what would help", args):
+        with progress("looking for what would help", args.quiet):
             if plan is None:
                 told = advice(traced, machine, waits=_waits(args))
             else:  # what is left to do when the step is planned
                 told = advice((plan.steps, plan.collectives), machine, plan=False, waits="in place")
     real = against.against(line, run) if run else None
     names = ("as it came in", f"{args.scheduler}") if args.scheduler else ("before", "after")
-    with _progress("writing", args):
+    with progress("writing", args.quiet):
         _write(args.save, traced.to_json)
         page = partial(html.render, first, second, title=_title(args), names=names, advice=told)
         _write(args.html, partial(page, run=real, layouts=traced.layouts))
@@ -103,15 +102,15 @@ def _check(args: argparse.Namespace) -> int:
     build = _build_of(args)
     try:
         what = "tracing the ranks, then running them" if args.values else "tracing the ranks"
-        with _progress(what, args) as tell, redirect_stdout(sys.stderr):
-            progress = _now_and_then(tell)
+        with progress(what, args.quiet) as tell, redirect_stdout(sys.stderr):
+            done = now_and_then(tell)
             result = check(
                 build,
                 args.mesh,
                 ranks=args.ranks,
                 values=args.values,
                 given=args.sizes,
-                progress=progress,
+                progress=done,
             )
     except (CollectiveMismatch, RankFailed) as mismatch:
         text = str(mismatch)
@@ -165,7 +164,7 @@ def _scale(args: argparse.Namespace) -> int:
 
     axis, _, text = args.axis.partition("=")
     machine, sizes, build = Machine.of(args.machine), sizes_from(text), _build_of(args)
-    with _progress(f"tracing {len(sizes)} worlds", args) as tell, redirect_stdout(sys.stderr):
+    with progress(f"tracing {len(sizes)} worlds", args.quiet) as tell, redirect_stdout(sys.stderr):
         points = scale(
             build,
             axis,
@@ -191,7 +190,7 @@ def _timeline(args: argparse.Namespace) -> int:
     if not args.mesh:
         raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh pp=4,dp=2.")
     machine, build = Machine.of(args.machine), _build_of(args)
-    with _progress("tracing the ranks", args) as tell, redirect_stdout(sys.stderr):
+    with progress("tracing the ranks", args.quiet) as tell, redirect_stdout(sys.stderr):
         line = timeline(
             build,
             args.mesh,
@@ -215,7 +214,7 @@ def _schedule(args: argparse.Namespace) -> int:
     names, machines = args.schedulers.split(","), args.machine.split(",")
     for check, given in ((scheduler_of, names), (Machine.of, machines)):
         list(map(check, given))  # before the work: a name may be misspelt
-    with _traced_in(args) as traced, _progress("planning", args) as tell:
+    with _traced_in(args) as traced, progress("planning", args.quiet) as tell:
         found = experiments.compare(
             traced, names, args.memory.split(","), machines, args.noise, progress=tell
         )
@@ -303,7 +302,7 @@ def _traced_in(args: argparse.Namespace) -> Iterator[Any]:
         return
     build, axes = _build_of(args), args.mesh or {"dp": 1}
     with ExitStack() as world:
-        with _progress("tracing", args), redirect_stdout(sys.stderr):
+        with progress("tracing", args.quiet, ticks=True), redirect_stdout(sys.stderr):
             board = Board(build, axes, args.mode, args.sizes or {})
             traced = world.enter_context(board.traced(args.rank))
             _ = traced.steps  # made here: they need the world's groups
@@ -363,42 +362,6 @@ def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None
     print(json.dumps(data, default=str) if args.json else text())
 
 
-@contextmanager
-def _progress(what: str, args: argparse.Namespace) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is going on, and how long it took."""
-    terminal, begin = sys.stderr.isatty(), time.perf_counter()
-
-    def tell(more: str) -> None:
-        if not args.quiet:
-            text = f"fcoll: {what}{': ' + more if more else ''} ..."
-            print(
-                f"\r\x1b[K{text}" if terminal else text,
-                end="" if terminal else "\n",
-                file=sys.stderr,
-            )
-            sys.stderr.flush()
-
-    tell("")
-    try:
-        yield tell
-    finally:
-        if not args.quiet and terminal:
-            print(f"\r\x1b[Kfcoll: {what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
-
-
-def _now_and_then(tell: Callable[[str], None]) -> Callable[[int, int], None]:
-    """Tells how many ranks are done, if it takes long."""
-    last = time.perf_counter()
-
-    def progress(done: int, of: int) -> None:
-        nonlocal last
-        if time.perf_counter() - last > PROGRESS_S:
-            last = time.perf_counter()
-            tell(f"{done} of {of}")
-
-    return progress
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "check": _check,
@@ -418,7 +381,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.debug:  # torch logs the traceback of what is raised
         logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)
     try:
-        with source.command(sys.argv[0]), _set_apart():
+        with source.command(sys.argv[0]), _set_apart(), drawn_tables():
             check_files(args)
             return COMMANDS[args.command](args)
     except BrokenPipeError:  # `fcoll report ... | head`
