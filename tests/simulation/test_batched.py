@@ -566,6 +566,15 @@ def test_compiled(backend):
     assert_nothing_left()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_with_the_mesh(backend):
+    """The mesh is asked for inside fn, and was not made before."""
+    sim = fcoll.simulate(lambda x: funcol.all_reduce(x, "sum", (sim.mesh, 1)) * 2, mesh_shape=MESH)
+    got = torch.compile(sim, backend=backend, fullgraph=True)(torch.arange(4.0))
+    assert got.tolist() == sim(torch.arange(4.0)).tolist() == [2.0, 2.0, 10.0, 10.0]
+    assert_nothing_left()
+
+
 def test_an_error_while_compiling():
     def bad(x):
         fcoll.all_reduce(x, "sum", "tp")

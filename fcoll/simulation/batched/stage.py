@@ -60,6 +60,8 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
+        if (made := self._world.mesh) is not None:
+            return made  # before the lock, which a compiler does not know
         _check_thread()
         with _one_thread:
             return self._world.make()

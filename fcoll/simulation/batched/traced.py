@@ -45,6 +45,7 @@ def _enter(name: str) -> int:
     """The number of ranks of the stage; from here on, groups are its own."""
     kernels.teach()
     stage = stages[name]
+    _ = stage.mesh  # made here: what fn asks of it, Dynamo finds
     groups.resolvers.append(_Resolver(stage))
     return stage.size
 
