@@ -470,8 +470,15 @@ class Reducer(Settings):
             self._order = list(range(len(self.params)))
 
     def reset_state(self) -> None:
-        """Forget an iteration that failed; buckets are made anew after the next one."""
+        """Forget an iteration that failed; buckets are made anew after the next one.
+
+        All ranks meet here: if some have gone on to the next iteration, those that call it raise.
+        """
         self._reset()
+        met = self.group.sum_(torch.ones(3, dtype=torch.int64, device=self.params[0].device)).wait()
+        if not _torch.is_fake(met) and met.tolist() != [self.group.n] * 3:
+            why = "reset_state() met another collective: call it on all ranks, after the same one."
+            self._fail(ReductionUnfinished(message=why))
         self.rebuilt = False
         if self.finds_unused:
             self._forget_used()

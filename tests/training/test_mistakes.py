@@ -6,11 +6,18 @@ import warnings
 
 import pytest
 import torch
+from ranks import launch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fcoll
-from fcoll.errors import BadCommHook, JoinCompiled, ParametersDiffer, ReductionUnfinished
+from fcoll.errors import (
+    BadCommHook,
+    CollectiveMismatch,
+    JoinCompiled,
+    ParametersDiffer,
+    ReductionUnfinished,
+)
 
 
 class Net(nn.Module):
@@ -95,6 +102,29 @@ def raised_is_the_cause(found) -> None:
     )
     assert "reset_state()" in text and "skipped" not in text
     assert torch.equal(first, second)
+
+
+def fails_alone(rank: int) -> None:
+    """As a loop does that skips a batch on the rank where it is bad."""
+    module = fcoll.DataParallel(Net(), bucket_cap_mb=1e-5)
+    if rank == 1:
+        return loss_of(module, rank).backward()
+
+    def refuse(grad):
+        raise ValueError("not this one")
+
+    handle = module.module.first.weight.register_hook(refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        loss_of(module, rank).backward()
+    handle.remove()
+    module.reducer.reset_state()
+
+
+def test_a_rank_that_failed_alone_cannot_go_on():
+    with pytest.raises(CollectiveMismatch, match="3 int64"):
+        fcoll.simulate_ranks(fails_alone, 2)
+    for error in launch(fails_alone, 2, env={"FCOLL_NATIVE": "1"}).errors:
+        assert isinstance(error, CollectiveMismatch) and "int64 [3]" in str(error), error
 
 
 def backward_again(rank: int) -> list[list[str]]:
