@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import nursery
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +129,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item):
             item.add_marker("fast")
+
+
+def pytest_collection_finish() -> None:
+    nursery.freeze()  # modules and tests
 
 
 def is_fast(item: pytest.Item) -> bool:

@@ -10,6 +10,7 @@ imported is started by itself.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -32,6 +33,12 @@ READ_LATE = (
 )
 # After fcoll, as in a user's program.
 IMPORTED = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx")
+
+
+def freeze() -> None:
+    """What there is now stays until the end: do not look through it for garbage again and again."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries say that it leaked
 
 
 class Nursery:
@@ -142,6 +149,7 @@ def main() -> None:
     rank_worker.die_with(parent)
     for module in IMPORTED:
         importlib.import_module(module)
+    freeze()
     assert fcoll.functions and len(os.listdir("/proc/self/task")) == 1, "a fork loses threads"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
