@@ -70,7 +70,7 @@ def compiler(tmp_path, monkeypatch) -> FakeCompiler:
 
 
 SOURCES = [source for source in build._SOURCES if source.suffix == ".cpp"]
-UNITS = len(build._units()) + 1  # and the extension
+UNITS = len(build.units_of_library()) + 1  # and the extension
 
 
 def attempt(*args) -> str:
@@ -166,7 +166,7 @@ def test_an_extension_that_failed_is_tried_again(compiler, capfd):
 
 
 def test_every_source_is_in_one_unit():
-    units = [*build._units(), build._EXTENSION]
+    units = [*build.units_of_library(), build._EXTENSION]
     assert sorted(source for unit in units for source in unit) == SOURCES
 
 

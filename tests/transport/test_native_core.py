@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from fcoll.transport.native.build import units_of_library
+from fcoll.transport.native.compiler import Unit, includes_torch
+
 ROOT = Path(__file__).parent.parent.parent
 NATIVE = ROOT / "fcoll" / "transport" / "native"
 TESTS = ROOT / "tests" / "transport" / "native"
-TORCH_FREE = ["call", "wait", "memory", "process", "ring", "collectives", "exchange", "arena"]
-TORCH_FREE += ["shared_buffers", "shared_parts", "kernels"]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-march=x86-64", "-fwrapv", f"-I{NATIVE}", f"-I{TESTS}"]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def object_of(source: Path, sanitizer: str, folder: Path) -> str:
-    made = folder / f"{source.stem}.{sanitizer}.o"
-    command = ["g++", *FLAGS, f"-fsanitize={sanitizer}", "-c", str(source), "-o", str(made)]
+def object_of(unit: Unit, sanitizer: str, folder: Path) -> str:
+    made = folder / f"{unit[0].stem}.{sanitizer}.o"
+    whole = made.with_suffix(".cpp")
+    whole.write_text("".join(f'#include "{source}"\n' for source in unit))
+    command = ["g++", *FLAGS, f"-fsanitize={sanitizer}", "-c", str(whole), "-o", str(made)]
     subprocess.run(command, check=True, timeout=170)
     return str(made)
 
@@ -35,9 +38,9 @@ def core(tmp_path_factory):
 
     def objects(sanitizer: str) -> list[str]:
         if sanitizer not in made:
-            sources = [NATIVE / f"{name}.cpp" for name in TORCH_FREE]
+            units = [u for u in units_of_library() if not any(map(includes_torch, u))]
             with ThreadPoolExecutor(2) as pool:
-                found = pool.map(lambda s: object_of(s, sanitizer, folder), sources)
+                found = pool.map(lambda unit: object_of(unit, sanitizer, folder), units)
             made[sanitizer] = list(found)
         return made[sanitizer]
 
@@ -47,7 +50,7 @@ def core(tmp_path_factory):
 def program(folder: Path, test: str, sanitizer: str, objects: list[str]) -> str:
     """The program of a test in tests/transport/native, with the core."""
     made = str(folder / test)
-    main = object_of(TESTS / f"{test}.cpp", sanitizer, folder)
+    main = object_of((TESTS / f"{test}.cpp",), sanitizer, folder)
     flags = [f"-fsanitize={sanitizer}", "-lpthread", "-o", made]
     subprocess.run(["g++", main, *objects, *flags], check=True, timeout=170)
     return made

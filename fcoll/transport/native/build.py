@@ -152,7 +152,7 @@ def _make(out: Path, make: Callable[[Path], None]) -> None:
     say(f"done in {time.monotonic() - start:.0f} s")
 
 
-def _units() -> list[Unit]:
+def units_of_library() -> list[Unit]:
     """The library: files with torch's headers, the loops, which take as long as all others, and
     those. The longest first."""
     sources = [s for s in _SOURCES if s.suffix == ".cpp" and s not in _EXTENSION]
@@ -167,7 +167,7 @@ def _library(compiler: Compiler, library: Path, log: Path, extension: bool) -> N
     cores = "1 core" if compiler.cores == 1 else f"{compiler.cores} cores"
     say(f"compiling its C++ part, once: about {seconds:.0f} s on {cores} ...")
     compiler.program  # noqa: B018  or say that there is none
-    units = _units()
+    units = units_of_library()
     first, *others = units  # the longest, and the extension, which takes as long
     compiler.start([first, *([_EXTENSION] if extension else []), *others])
     objects = compiler.objects(units, log)
