@@ -155,17 +155,20 @@ void reduce_ints(void* out, const void* const* parts, int n, size_t count, Type 
   }
 }
 
-void reduce_int64(void* out, const void* const* parts, int n, size_t count, Op op) {
+// Those that AVX2 has no instruction for; true if this was one.
+bool reduce_int64(void* out, const void* const* parts, int n, size_t count, Op op) {
   switch (op) {
-    case Op::sum: return reduce_as<int64_t>(out, parts, n, count, Sum());
-    case Op::product: return reduce_as<int64_t>(out, parts, n, count, Product());
-    case Op::min: return reduce_as<int64_t>(out, parts, n, count, Min());
-    case Op::max: return reduce_as<int64_t>(out, parts, n, count, Max());
-    case Op::band: return reduce_as<int64_t>(out, parts, n, count, And());
-    case Op::bor: return reduce_as<int64_t>(out, parts, n, count, Or());
-    case Op::bxor: return reduce_as<int64_t>(out, parts, n, count, Xor());
-    default: throw std::logic_error("no such reduction");
+    case Op::product: reduce_as<int64_t>(out, parts, n, count, Product()); return true;
+    case Op::min: reduce_as<int64_t>(out, parts, n, count, Min()); return true;
+    case Op::max: reduce_as<int64_t>(out, parts, n, count, Max()); return true;
+    default: return false;
   }
+}
+
+// Bits have no type: as bytes.
+template <class F>
+void reduce_bits(void* out, const void* const* parts, int n, size_t count, Type type, F f) {
+  reduce_as<uint8_t>(out, parts, n, count * size_of(type), f);
 }
 
 template <class F>
@@ -216,8 +219,8 @@ void reduce_all(void* out, const void* const* parts, int n, size_t count, Type t
     case Op::product: return reduce_numbers(out, parts, n, count, type, Product());
     case Op::min: return reduce_numbers(out, parts, n, count, type, Min());
     case Op::max: return reduce_numbers(out, parts, n, count, type, Max());
-    case Op::band: return reduce_ints(out, parts, n, count, type, And());
-    case Op::bor: return reduce_ints(out, parts, n, count, type, Or());
-    case Op::bxor: return reduce_ints(out, parts, n, count, type, Xor());
+    case Op::band: return reduce_bits(out, parts, n, count, type, And());
+    case Op::bor: return reduce_bits(out, parts, n, count, type, Or());
+    case Op::bxor: return reduce_bits(out, parts, n, count, type, Xor());
   }
 }
