@@ -142,9 +142,20 @@ def comm_buffers_on_cpu(on: bool) -> None:
     """Have Inductor allocate its own comm buffers on CPU, too: by itself it writes "cuda"."""
     made_here = _allocate_comm_buffer if on else _stock_allocate
     _wrapper.AllocateLine._codegen_comm_buffer = made_here  # type: ignore[method-assign]
+    _symm_mem.is_symm_mem_enabled_for_group = _is_enabled if on else _stock_enabled  # type: ignore[assignment]
 
 
 _stock_allocate = private("torch._inductor.codegen.wrapper", "AllocateLine._codegen_comm_buffer")
+_stock_enabled = private(_SYMM_MEM, "is_symm_mem_enabled_for_group")
+
+
+def _is_enabled(group_name: str) -> bool:
+    """From 2.15 on torch asks only if the accelerator has symmetric memory. Here the CPU has."""
+    if _stock_enabled(group_name) or torch.accelerator.is_available():
+        return _stock_enabled(group_name)
+    registered = getattr(_symm_mem, "_is_process_group_registered", lambda group_name: False)
+    on_cpu = _symm_mem._SymmetricMemory.get_backend(torch.device("cpu")) is not None
+    return on_cpu and registered(group_name)
 
 
 def _allocate_comm_buffer(line: Any, code: Any) -> None:

@@ -172,6 +172,10 @@ def test_a_pipeline_with_a_communicator_an_edge():
         fcoll.check(loaded("pipelined:one_f_one_b"), mesh={"pp": 2})
 
 
+# Of a stage: torch 2.13 and 2.14 have the first, 2.15 the second.
+CACHES = ("fwd_cache", "_forward_chunk_states", "bwd_cache", "output_chunks")
+
+
 def test_a_pipeline_is_afterwards_as_it_was():
     build = loaded("pipelined:one_f_one_b")
     with fcoll.fake_world(pp=4, rank=0) as mesh:
@@ -183,7 +187,8 @@ def test_a_pipeline_is_afterwards_as_it_was():
         for _ in range(2):
             with talking(Talk(_said_by_others(build))):
                 traces.append(fcoll.trace(fn, *args))
-            assert set(vars(stage)) == before and not stage.fwd_cache
+            assert set(vars(stage)) == before
+            assert not any(vars(stage).get(name) for name in CACHES)
             assert all(type(p) is torch.nn.Parameter for p in stage.submod.parameters())
     assert traces[0].diff(traces[1]).same and len(traces[0].collectives) == 8
 
