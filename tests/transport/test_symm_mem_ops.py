@@ -300,8 +300,10 @@ def test_words(shared2):
 
 # -- which ops there are ---
 
-# Named after the libraries for GPUs that they call, or a kernel that another stream feeds.
-GPU_ONLY = ("nccl_", "nvshmem_", "_async_input_mm")
+# Named after the libraries for GPUs that they call, a kernel that another stream feeds, or switches
+# between GPUs that copy to all of them (from torch 2.15 on).
+GPU_ONLY = ("nccl_", "nvshmem_", "_async_input_mm", "memcpy_to_multicast_")
+GPU_ONLY += ("_low_contention_all_gather_ce_multicast",)
 
 
 def without_a_kernel(rank):

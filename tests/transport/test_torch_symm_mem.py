@@ -603,8 +603,8 @@ def test_kernels_are_for_cpu_alone_and_replace_nobodys(shared2):
     ops = shared2.run(registered)[0]
     for name, keys in ops.items():
         assert [k for k, ours in keys.items() if ours] in ([], ["CPU"]), (name, keys)
-    assert ops["symm_mem::one_shot_all_reduce"] == {"CPU": True, "Meta": False}
-    assert ops["symm_mem::get_remote_tensors"] == {"CPU": True, "CUDA": False, "Meta": False}
+    for name in ("one_shot_all_reduce", "get_remote_tensors"):
+        assert {"CPU": True, "Meta": False}.items() <= ops[f"symm_mem::{name}"].items()
 
 
 # -- never hang --

@@ -124,6 +124,22 @@ def is_stacked(x: Tensor, level: int) -> bool:
     return _unwrap_batched(x, level)[1] is not None
 
 
+def on_memory(op: Any, given: Any) -> Any:
+    """An op that takes tensors and returns them as they are, which vmap has no rule for: called on
+    those that mapped ones lie in."""
+    level = current_level()
+    xs = [given] if isinstance(given, Tensor) else given
+    with below():
+        memory, dims = zip(*(_unwrap_batched(x, level) for x in xs), strict=True)
+        made = op(memory[0] if isinstance(given, Tensor) else list(memory))
+        made = [made] if isinstance(given, Tensor) else made
+        outs = [
+            y if dim is None else add_rank_dim(y, dim, level)
+            for y, dim in zip(made, dims, strict=True)
+        ]
+    return outs[0] if isinstance(given, Tensor) else outs
+
+
 def past_vmap_mode() -> Any:
     """Calls go on as if there were no kernel for all of vmap."""
     return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.FuncTorchVmapMode))

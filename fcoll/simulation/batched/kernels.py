@@ -58,7 +58,7 @@ def _kernel(row: Collective, namespace: str, name: str) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         stage = stage_of(None)
         if stage is None or _torch.current_level() != _level_of(stage):
-            return passed_on(args, kwargs)
+            return _torch.on_memory(packet, args[0])
         return args[0]
 
     at = row.position.get("group_name", -1)
