@@ -36,7 +36,7 @@ def test_nested_graphs_have_lanes_of_their_own(shared2):
 
 
 def many(rank: int) -> list[int]:
-    """More parts than an arena has lanes (256), all read at the end: 250 seem to be taken before."""
+    """More parts than an arena has lanes (256), all read at the end; 250 seem to be taken."""
 
     def program(xs: list[torch.Tensor]) -> torch.Tensor:
         parts = [fcoll.all_gather_into_tensor(x + 1) for x in xs]
