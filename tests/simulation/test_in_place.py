@@ -103,6 +103,12 @@ def gather(x: Tensor, g: Any) -> Tensor:
     return torch.stack(ys)
 
 
+def gather_single(x: Tensor, g: Any) -> Tensor:
+    y = x.new_zeros(dist.get_world_size(g) * 8)
+    dist.gather_single(x, y if fcoll_inside(x) or _root(g) else None, group=g, group_dst=0)
+    return y
+
+
 def barrier(x: Tensor, g: Any) -> Tensor:
     dist.barrier(group=g)
     return x
@@ -122,6 +128,7 @@ PROGRAMS: list[Callable[[Tensor, Any], Tensor]] = [
     scatter,
     gather,
     barrier,
+    *([gather_single] if hasattr(dist, "gather_single") else []),  # from torch 2.14 on
 ]
 
 

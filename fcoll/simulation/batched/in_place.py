@@ -100,6 +100,12 @@ def _gather(outputs: Any, inputs: Any, name: str, root: int, *more: Any) -> Any:
     return outputs
 
 
+def _gather_tensor(output: Any, input: Any, name: str, root: int, *more: Any) -> Any:
+    """dist.gather_single, from torch 2.14 on."""
+    _write_on(root, output, _fcoll.all_gather_into_tensor(input, group_size(name), name), name)
+    return output
+
+
 def _scatter(outputs: Any, inputs: Any, name: str, root: int, *more: Any) -> Any:
     parts = _listed(inputs[0] if inputs else (), name, "scatter_list")
     _write(outputs[0], _fcoll.scatter(parts, root, parts.shape[0], name))
@@ -155,6 +161,7 @@ OPS: dict[str, tuple[Callable[..., Any], int, bool]] = {
     "allgather_": (_allgather, 2, True),
     "allgather_coalesced_": (_allgather, 2, False),
     "gather_": (_gather, 2, False),
+    "gather_into_tensor_": (_gather_tensor, 2, True),
     "scatter_": (_scatter, 2, True),
     "_reduce_scatter_base_": (_reduce_scatter_base, 2, True),
     "reduce_scatter_tensor_coalesced_": (_reduce_scatters, 2, False),
