@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import nursery
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,7 +132,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    nursery.freeze()  # modules and tests
+    gc.freeze()  # modules and tests stay: do not look through them for garbage again and again
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else a library of Triton's says that they leak
 
 
 def is_fast(item: pytest.Item) -> bool:

@@ -349,7 +349,8 @@ def _size(file: Any) -> int:
 
 def _read(file: Any, start: int = 0) -> str:
     # pread: the worker writes at the file offset that it shares with us.
-    return os.pread(file.fileno(), _size(file) - start, start).decode(errors="replace")
+    text = os.pread(file.fileno(), _size(file) - start, start).decode(errors="replace")
+    return nursery.FROZEN.sub("", text)
 
 
 def _comma(ranks: Sequence[int]) -> str:
