@@ -1,5 +1,3 @@
-import sys
+from fcoll.cli import script
 
-from fcoll.cli import main
-
-sys.exit(main())
+script()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from fcoll.cli.parser import parser
 
@@ -14,3 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fcoll.cli.commands import run
 
     return run(args)
+
+
+def script() -> NoReturn:
+    """``main``, and the end of the process: without a last look for garbage, which with torch and
+    Triton in it takes up to a second."""
+    code = main()
+    atexit._run_exitfuncs()  # those of the program that was looked at
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -383,7 +383,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with source.command(sys.argv[0]), _set_apart(), drawn_tables():
             check_files(args)
-            return COMMANDS[args.command](args)
+            code = COMMANDS[args.command](args)
+            sys.stdout.flush()
+            return code
     except BrokenPipeError:  # `fcoll report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, SystemExit) as error:

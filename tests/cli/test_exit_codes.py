@@ -222,3 +222,14 @@ def test_the_command_itself_is_no_line_of_the_users():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == FAILED
     assert done.stderr.startswith("fcoll: BadTarget") and " at " not in done.stderr
+
+
+def test_what_the_program_left_for_the_end_is_done(tmp_path):
+    """The process ends by itself, and at once: not as Python's do."""
+    (tmp_path / "prog.py").write_text(
+        f"import atexit\natexit.register(print, 'at the end')\n{PROGRAM}"
+    )
+    command = [sys.executable, "-m", "fcoll", "report", "prog.py:build", "--mesh", "dp=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == FINE, done.stderr
+    assert done.stdout.endswith("at the end\n") and "all_reduce" in done.stdout
