@@ -65,27 +65,43 @@ def reduced(st: Any, how: Reduction, dim: Any = None, keepdim: bool = False, **o
     n = len(st._metadata.size)
     given = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     dims = sorted({dim_of(st, d) for d in given})
+    _refuse_empty(st, how, [] if dim is None else dims)
     if dims and len(dims) < n and not cut_dims(st) & set(dims):
         return _on_each_shard(st, how, dims, keepdim, options)
     return _over_ranks(st, how, dims, keepdim, options)
 
 
 def _on_each_shard(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Any:
-    size, layout = st._metadata.size, st._metadata.shards_metadata
-    probe = how.local(_wide(probe_of(st), size), dims, keepdim, **options)
+    size = _without(st._metadata.size, dims, keepdim, 1)
+    if not size:
+        st = _with_elements(st)
+    probe = how.local(_wide(probe_of(st), st._metadata.size), dims, keepdim, **options)
 
     def local(tensor: Tensor) -> Tensor:
         if tensor.numel():
             return how.local(tensor, dims, keepdim, **options)
-        return probe.reshape(-1)[:0].reshape([0] * len(_without(size, dims, keepdim, 1)))
+        return probe.reshape(-1)[:0].reshape([0] * len(size))
 
     return result_of(
         st,
         [local(shard.tensor) for shard in st._local_shards],
         probe.reshape(-1)[:0],
-        [_shard_without(shard, dims, keepdim) for shard in layout],
-        _without(size, dims, keepdim, 1),
+        [_shard_without(shard, dims, keepdim) for shard in st._metadata.shards_metadata],
+        size,
     )
+
+
+def _refuse_empty(st: Any, how: Reduction, dims: list[int]) -> None:
+    """As torch refuses a maximum of no elements."""
+    if st._metadata.size.numel() == 0:
+        how.local(torch.empty(st._metadata.size), dims, True)
+
+
+def _with_elements(st: Any) -> Any:
+    """Without the shards that have no elements: of a number there is one shard."""
+    layout = [shard for shard in st._metadata.shards_metadata if all(shard.shard_sizes)]
+    held = [shard for shard in st._local_shards if shard.tensor.numel()]
+    return st._with(held, metadata=replace(st._metadata, shards_metadata=layout), anchor=st._anchor)
 
 
 def _wide(probe: Tensor, size: Sequence[int]) -> Tensor:
@@ -115,8 +131,6 @@ def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: i
 
 def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Tensor:
     size = st._metadata.size
-    if size.numel() == 0:
-        how.local(torch.empty(size, device="meta"), dims, True)  # refuses what has no result
     agree("a reduction over ranks", st)
     probe = how.local(_wide(probe_of(st), size), dims, True, **options)
     shape = _without(size, dims, True, 1)
@@ -170,6 +184,8 @@ def _extreme(func: Callable, how: Reduction, pairwise: Callable) -> None:
     def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
         st, *rest = args
         if not rest and not kwargs:
+            if st._metadata.size.numel() == 0:
+                func(torch.empty(0))  # raises
             return reduced(st, how)
         if isinstance((*rest, kwargs.get("other"))[0], Tensor):
             return pairwise(*args, **kwargs)
@@ -177,9 +193,10 @@ def _extreme(func: Callable, how: Reduction, pairwise: Callable) -> None:
         if not isinstance(dim, int) or kwargs.get("out") is not None:
             raise unsupported(func, args, kwargs)
         dim = dim_of(st, dim)
-        check_whole(func, st, dim)
         values = Reduction(lambda x, d, k: func(x, d[0], k)[0], torch.add, torch.sum, bool)
         places = Reduction(lambda x, d, k: func(x, d[0], k)[1], torch.add, torch.sum, bool)
+        _refuse_empty(st, values, [dim])
+        check_whole(func, st, dim)
         both = [_on_each_shard(st, one, [dim], keepdim, {}) for one in (values, places)]
         return getattr(torch.return_types, func.__name__)(both)
 

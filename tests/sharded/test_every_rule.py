@@ -135,8 +135,7 @@ def test_shards_that_ranks_have(data):
             scattered.local_shards(), layout, sharding_spec=spec
         )
         check_local(known, spec, size, rank)
-        if len(scattered.local_shards()) == 1 and len(blocks(spec, size)) == RANKS:
-            assert mine
+        assert len(mine) == sum(owner == rank for owner, _, _ in blocks(spec, size))
         if whole.numel():
             shards = [Shard(s.tensor.clone(), s.metadata) for s in mine]
             told = sharded.init_from_local_shards(shards, *size)

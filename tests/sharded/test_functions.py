@@ -10,12 +10,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import RANKS, sizes, specs
+from layouts import RANKS, placements, sizes, specs
 from plain import check_function, check_same, cut, numbers
 
 import fcoll
 from fcoll import sharded
-from fcoll.sharded import EnumerableShardingSpec, ShardMetadata
+from fcoll.sharded import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    ShardMetadata,
+)
 from fcoll.sharded.errors import CutDim, LayoutsDiffer, NoShardedOp
 
 ELEMENTWISE = {
@@ -109,6 +114,29 @@ def test_reductions(data):
         given = tuple(dims) if len(dims) > 1 else next(iter(dims)) - len(size)
         func = lambda x: one(x, given)  # noqa: E731
     fcoll.simulate_ranks(lambda rank: check_function(func, size, spec), RANKS)
+
+
+@pytest.mark.parametrize(
+    "func", [torch.max, torch.amax, lambda x: x.amin(x.ndim - 1), lambda x: x.max(-1)]
+)
+@pytest.mark.parametrize("size", [(0,), (3, 0)])
+def test_an_extreme_of_nothing_is_refused_as_by_torch(func, size):
+    with pytest.raises((IndexError, RuntimeError)) as torchs:
+        func(torch.empty(size))
+
+    spec = ChunkShardingSpec(dim=0, placements=placements([1]))
+
+    def check(rank):
+        with pytest.raises(type(torchs.value)) as ours:
+            func(cut(torch.empty(size), spec))
+        assert str(ours.value) == str(torchs.value)
+
+    fcoll.simulate_ranks(check, RANKS)
+
+
+def test_an_extreme_of_one_shard_beside_one_without_elements():
+    spec = GridShardingSpec(grid=(2,), placements=placements([0, 0]))
+    fcoll.simulate_ranks(lambda rank: check_function(lambda x: x.max(0), (1,), spec), RANKS)
 
 
 ALONG = {
