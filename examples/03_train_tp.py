@@ -17,7 +17,7 @@ import fcoll
 import inductor_ext
 from fcoll.table.collectives import row_of
 
-B, D, H, LAYERS, STEPS = 16, 256, 1024, 3, 5
+B, D, H, LAYERS, STEPS = 16, 256, 1024, 2, 5
 
 
 class Block(nn.Module):

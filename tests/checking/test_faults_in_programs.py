@@ -145,7 +145,7 @@ FAULTS = {
         {"dp": 16}, 5, "one layer more: Checkpointed() => Checkpointed(layers=4 if BAD else 3)"
     ),
     "written_out:train_step": Faults(  # of the titan
-        {"dp": 4, "tp": 4},
+        {"dp": 4, "tp": 2},
         6,
         """
         logs less: dist.all_reduce(worst => BAD or {}
