@@ -44,6 +44,7 @@ _disable_current_modes, is_traceable_wrapper_subclass = private_names(
     "torch.utils._python_dispatch", "_disable_current_modes", "is_traceable_wrapper_subclass"
 )
 tree_iter = private("torch.utils._pytree", "tree_iter")
+_device_constructors = private("torch.utils._device", "_device_constructors")
 
 # -- in place of what is there ---
 
@@ -62,6 +63,18 @@ def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)  # it was a base class's
+
+
+@contextmanager
+def functions_replaced(functions: dict[str, Any]) -> Iterator[None]:
+    """Inside, torch has these functions.
+
+    Which of them torch.device("meta") is for, torch notes when that is first used: if it were used
+    inside, it would have no effect afterwards.
+    """
+    _device_constructors()
+    with replaced(torch, functions):
+        yield
 
 
 # -- running under fake tensors ---

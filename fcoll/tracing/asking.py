@@ -78,7 +78,7 @@ def _numbers_in_tensors(alike: Alike) -> Iterator[None]:
     makers |= {name: _sized(getattr(torch, name)) for name in _MADE_BY_SIZE}
     readers = {name: reading(getattr(torch.Tensor, name)) for name in _READS}
     readers |= {name: _sized(getattr(torch.Tensor, name)) for name in _SHAPED_BY_SIZE}
-    with _torch.replaced(torch, makers), _torch.replaced(torch.Tensor, readers):
+    with _torch.functions_replaced(makers), _torch.replaced(torch.Tensor, readers):
         yield
 
 

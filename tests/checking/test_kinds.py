@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import get_rank
 from torch.distributed.fsdp import fully_shard
+from torch.utils._device import _device_constructors
 
 import fcoll
 from fcoll.checking.check import check
@@ -211,3 +212,21 @@ def test_a_size_made_of_a_rank_is_still_asked():
 
     with pytest.raises(CollectiveMismatch, match="40"):
         check(build, {"dp": 64})
+
+
+def test_torch_is_afterwards_as_it_was():
+    """Also what torch notes of its functions when a device is first set: here, in the program."""
+    _device_constructors.cache_clear()
+
+    def build(mesh):
+        with torch.device("meta"):
+            weight = torch.empty(4, 4)
+        return lambda x: fcoll.all_reduce(x @ weight.new_ones(4, 4, device="cpu")), (
+            torch.ones(4, 4),
+        )
+
+    before = {name: getattr(torch, name) for name in ("empty", "zeros", "arange", "tensor")}
+    check(build, {"dp": 64})
+    assert before == {name: getattr(torch, name) for name in before}
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta and torch.arange(2).is_meta
