@@ -312,7 +312,9 @@ def _start(environ: dict[str, str], init: bool, once: bool) -> _Worker:
 def _environ(rank: int, world_size: int, port: int) -> dict[str, str]:
     """torchrun's variables for one rank, and those that keep small machines usable."""
     path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    # Inductor's address of a function in this process: with it no nursery would serve.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("_TORCHINDUCTOR_")}
+    return environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

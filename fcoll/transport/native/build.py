@@ -39,7 +39,7 @@ _EXTENSION = tuple(
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0
 # Of one core, measured; and what it takes with any number of them: the longest unit.
-ALL_CPU_S, LONGEST_S = 54.0, 22.0
+ALL_CPU_S, LONGEST_S = 44.0, 16.0
 RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
 
 
