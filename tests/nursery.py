@@ -2,9 +2,9 @@
 
 Importing them, and what torch imports at the first async result (DTensor, sympy) and the first
 compiled graph, takes 3.4 s of CPU time, what torch prepares for that graph 2.5 s more, and a run of
-all tests starts hundreds of ranks. There is a nursery for each rank's number, so that ranks differ
-in their hash seeds and addresses, as they do in the field. A process whose environment differs from
-its nursery's in what is read while torch is imported is started by itself.
+all tests starts hundreds of ranks. There are two nurseries, for even and odd ranks, so that ranks
+differ in their hash seeds and addresses, as they do in the field. A process whose environment
+differs from its nursery's in what is read while torch is imported is started by itself.
 """
 
 from __future__ import annotations
@@ -110,16 +110,16 @@ class Forked:
             os.kill(self.pid, number)
 
 
-_nurseries: dict[str, Nursery] = {}
+_nurseries: dict[int, Nursery] = {}
 
 
 def start(environ: dict[str, str], files: list[int], flags: list[int]) -> Any:
     """The process of a rank that runs rank_worker.work on the first of these files, the others
     being its stdout and stderr."""
-    rank = environ["RANK"]
-    found = _nurseries.get(rank)
+    odd = int(environ["RANK"]) % 2
+    found = _nurseries.get(odd)
     if found is None or found.process.poll() is not None:
-        found = _nurseries[rank] = Nursery(environ)
+        found = _nurseries[odd] = Nursery(environ)
         atexit.register(found.close)
     if found.serves(environ):
         return found.fork(environ, files, flags)
@@ -163,11 +163,16 @@ def _compile_something() -> None:
     """Where there is a compiler; nothing of the graph is left."""
     import torch
 
-    if shutil.which("g++"):
-        torch.set_num_threads(1)
-        torch.compile(torch.nn.Linear(2, 2))(torch.ones(2, 2)).sum().backward()
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+    if not shutil.which("g++"):
+        return
+    torch.set_num_threads(1)
+    without_cuda = torch.version.cuda is None  # else gradients start threads, which a fork loses
+    with torch.set_grad_enabled(without_cuda):
+        y = torch.compile(torch.nn.Linear(2, 2))(torch.ones(2, 2))
+        if y.requires_grad:
+            y.sum().backward()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def _serve(connection: socket.socket) -> bool:
