@@ -30,7 +30,7 @@ demo: $(VENV)/.usable  ## See the collectives of a step, then decode with a smal
 
 # The C++ part is compiled while the tools are installed, before a test's time is counted.
 test: $(VENV)/.usable  ## Run the tests; TEST_ARGS="-k ranks -x" for pytest, TORCH=2.15.0 for another torch
-	@$(BIN)/python -m fcoll build >/dev/null & $(MAKE) --no-print-directory $(VENV)/.installed && wait
+	@$(BIN)/python -m fcoll build >/dev/null & $(MAKE) -s $(VENV)/.installed && wait
 	$(BIN)/python -m pytest tests $(XDIST) $(TEST_ARGS)
 
 test-fast: $(VENV)/.installed  ## The tests that need no ranks, compiler or second process

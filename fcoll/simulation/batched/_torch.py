@@ -127,17 +127,15 @@ def is_stacked(x: Tensor, level: int) -> bool:
 def on_memory(op: Any, given: Any) -> Any:
     """An op that takes tensors and returns them as they are, which vmap has no rule for: called on
     those that mapped ones lie in."""
-    level = current_level()
-    xs = [given] if isinstance(given, Tensor) else given
+    level, one = current_level(), isinstance(given, Tensor)
     with below():
-        memory, dims = zip(*(_unwrap_batched(x, level) for x in xs), strict=True)
-        made = op(memory[0] if isinstance(given, Tensor) else list(memory))
-        made = [made] if isinstance(given, Tensor) else made
+        held = [_unwrap_batched(x, level) for x in ([given] if one else given)]
+        made = [op(held[0][0])] if one else op([memory for memory, _ in held])
         outs = [
             y if dim is None else add_rank_dim(y, dim, level)
-            for y, dim in zip(made, dims, strict=True)
+            for y, (_, dim) in zip(made, held, strict=True)
         ]
-    return outs[0] if isinstance(given, Tensor) else outs
+    return outs[0] if one else outs
 
 
 def past_vmap_mode() -> Any:
