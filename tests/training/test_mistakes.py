@@ -68,10 +68,7 @@ def test_options_that_differ(option, values):
         assert f"[{rank}]: {option} is {mine} in this process, and {theirs} in process" in text
 
 
-def interrupted(rank: int) -> tuple[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module = fcoll.DataParallel(Net(), bucket_cap_mb=1e-5)
-
+def backward_that_raises(module: nn.Module, rank: int) -> None:
     def refuse(grad):
         raise ValueError("not this one")
 
@@ -79,6 +76,12 @@ def interrupted(rank: int) -> tuple[str, torch.Tensor]:
     with pytest.raises(ValueError, match="not this one"):
         loss_of(module, rank).backward()
     handle.remove()
+
+
+def interrupted(rank: int) -> tuple[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = fcoll.DataParallel(Net(), bucket_cap_mb=1e-5)
+    backward_that_raises(module, rank)
     with pytest.raises(ReductionUnfinished) as raised:
         module(torch.ones(2, 4))
     module.reducer.reset_state()
@@ -95,9 +98,9 @@ def test_a_backward_pass_that_raised_is_the_cause(shared2):
 
 def raised_is_the_cause(found) -> None:
     (text, first), (_, second) = found
-    line = interrupted.__code__.co_firstlineno
+    line = backward_that_raises.__code__.co_firstlineno
     assert (
-        f"an exception ended the backward pass at tests/training/test_mistakes.py:{line + 9}"
+        f"an exception ended the backward pass at tests/training/test_mistakes.py:{line + 6}"
         in (text)
     )
     assert "reset_state()" in text and "skipped" not in text
@@ -110,13 +113,7 @@ def fails_alone(rank: int) -> None:
     if rank == 1:
         return loss_of(module, rank).backward()
 
-    def refuse(grad):
-        raise ValueError("not this one")
-
-    handle = module.module.first.weight.register_hook(refuse)
-    with pytest.raises(ValueError, match="not this one"):
-        loss_of(module, rank).backward()
-    handle.remove()
+    backward_that_raises(module, rank)
     module.reducer.reset_state()
 
 
