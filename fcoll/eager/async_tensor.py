@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,11 +31,18 @@ class Pending:
     # held while waiting: torch gives the work to the first who waits, a second would find nothing
     # to wait for and go on too early
     lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
+    reported: bool = True  # or is it still to be mentioned at exit, if nobody waits for it?
+
+    def __del__(self) -> None:
+        if not (self.done or self.reported or self.error):
+            _dropped[self.op, self.site] += 1
 
 
-# Collectives issued and not yet waited for. Held here, not by their tensors: one whose tensor was
-# dropped is just what the report at exit is about.
-_in_flight: set[Pending] = set()
+# Collectives issued and not yet waited for; and of those whose tensors were dropped, how many each
+# line issued. Only counted: a step that never looks at a result drops one each time.
+_in_flight: WeakSet[Pending] = WeakSet()
+_dropped: Counter[tuple[str, tuple[str, int]]] = Counter()
+Unwaited = tuple[frozenset[Pending], Counter[tuple[str, tuple[str, int]]]]
 
 
 class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
@@ -174,33 +182,38 @@ def in_flight(x: Tensor, op: str) -> Tensor:
         return torch.ops.fcoll.wait_tensor(x)
     if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
         return x
-    pending = Pending(op, user_site() or Pending.site)
+    pending = Pending(op, user_site() or Pending.site, reported=False)
     _in_flight.add(pending)
     if x.requires_grad:
         return _Wrap.apply(x, pending)
     return AsyncCollectiveTensor(x, pending)
 
 
-def pending() -> frozenset[Pending]:
-    """The collectives that nobody has waited for yet."""
-    return frozenset(_in_flight)
+def unwaited() -> Unwaited:
+    """The collectives that nobody has waited for yet: in flight, and dropped."""
+    return frozenset(_in_flight), Counter(_dropped)
 
 
-def forget_all_but(kept: frozenset[Pending]) -> None:
+def forget_all_but(kept: Unwaited) -> None:
     """Others have been reported, or failed: they are not mentioned at exit."""
-    _in_flight.intersection_update(kept)
+    global _dropped
+    in_flight, _dropped = kept
+    for pending in set(_in_flight) - in_flight:
+        pending.reported = True
+        _in_flight.discard(pending)
 
 
 @atexit.register
 def _report_unwaited() -> None:
-    if not _in_flight:
+    counts = _dropped + Counter((p.op, p.site) for p in _in_flight if not p.reported)
+    if not counts:
         return
-    counts = Counter((p.op, show(p.site)) for p in _in_flight)
     lines = [
-        f"  {op} at {line}" + (f" (x{k})" if k > 1 else "") for (op, line), k in counts.items()
+        f"  {op} at {show(site)}" + (f" (x{k})" if k > 1 else "")
+        for (op, site), k in counts.items()
     ]
     print(
-        f"fcoll: {len(_in_flight)} collectives were issued and never waited for "
+        f"fcoll: {counts.total()} collectives were issued and never waited for "
         "(use the result, or call fcoll.wait_tensor on it):",
         *lines,
         sep="\n",

@@ -89,7 +89,7 @@ def run(
     """Run a session's ranks to their end."""
     results: list[Any] = [None] * session.n
     caller, threads = Settings.now(generators), torch.get_num_threads()
-    pending = async_tensor.pending()
+    unwaited = async_tensor.unwaited()
     with world.in_force(), world.environment(session.n):
         try:
             for number in range(session.n):
@@ -102,7 +102,7 @@ def run(
         finally:
             caller.restore()
             torch.set_num_threads(threads)
-            async_tensor.forget_all_but(pending)
+            async_tensor.forget_all_but(unwaited)
     _end(session)
     return [session.killed.get(number, result) for number, result in enumerate(results)]
 

@@ -13,8 +13,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,9 @@ _known: dict[str, tuple[weakref.ref, Status]] = {}
 # name -> (weak reference to the process group, why its ranks did not come together)
 _closed: dict[str, tuple[weakref.ref, str]] = {}
 
+_connects = threading.Lock()
+_locks: dict[str, Any] = {}  # name -> held while its group is connected
+
 # The outcome by name, for those who must not lose time: hints, since a name may stand for another
 # group by now. C++ looks before it serves a call, and who is sent back goes the long way.
 served: set[str] = set()
@@ -99,6 +104,11 @@ def status_of(g: Group) -> Status:
     known = known_status(g)
     if known is not None:
         return known
+    with _connecting(g.name):
+        return known_status(g) or _first_status(g)
+
+
+def _first_status(g: Group) -> Status:
     pg = g.pg
     closed = _closed.get(g.name)
     if closed is not None and closed[0]() is pg:
@@ -114,6 +124,15 @@ def status_of(g: Group) -> Status:
     if made.shared:
         weakref.finalize(pg, torch.ops.fcoll_native.close, made.handle)
     return made
+
+
+@contextmanager
+def _connecting(name: str) -> Iterator[None]:
+    """One thread finds it out for a group; others that make its first call meanwhile wait."""
+    with _connects:
+        lock = _locks.setdefault(name, threading.RLock())
+    with lock:
+        yield
 
 
 def _connect(g: Group) -> Status:
@@ -151,6 +170,7 @@ class Opened:
     fd: int = -1
     token: int = 0
     fast: bool = False  # has it the extension module?
+    library: str = ""  # the build's key: what ranks tell each other in memory depends on it
 
 
 def _open(g: Group) -> Opened:
@@ -161,7 +181,8 @@ def _open(g: Group) -> Opened:
         timeout_s = _torch.group_timeout_s(g.pg)
         host = _host()
         handle, fd, token = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
-        return Opened("", host, os.getpid(), handle, fd, token, build.has_fast_path())
+        fast, library = build.has_fast_path(), build.library_key()
+        return Opened("", host, os.getpid(), handle, fd, token, fast, library)
     except Exception as error:
         return Opened(_said(error))
 
@@ -181,6 +202,8 @@ def _agree(g: Group, mine: Opened, exchange: Exchange) -> tuple[str, bool]:
     hosts = {card.host for card in cards}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts", False
+    if len({card.library for card in cards}) > 1:
+        return "its ranks run different builds of fcoll or torch", False
     try:
         addresses = [(card.pid, card.fd, card.token) for card in cards]
         why_not = torch.ops.fcoll_native.join(mine.handle, *zip(*addresses, strict=True))

@@ -77,6 +77,13 @@ def test_failures(tmp_path, core, sanitizer):
         passes(made, seed, says="12 cases: all right")
 
 
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_ranks_that_do_not_use_the_same_lanes(tmp_path, core, sanitizer):
+    """Recompiled ranks, threads, sums in place beside other calls: each went wrong once."""
+    made = program(tmp_path, "lanes_test", sanitizer, core(sanitizer))
+    passes(made, says="12 cases: all right")
+
+
 def test_loops_of_all_widths_give_the_same_bits(tmp_path, core):
     sanitizer = "address,undefined"
     made = program(tmp_path, "kernels_test", sanitizer, core(sanitizer))

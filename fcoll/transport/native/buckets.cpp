@@ -1,6 +1,5 @@
 // Buckets of gradients in memory that all ranks have mapped: they are added up where they lie.
 #include <ATen/ops/from_blob.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
 #include <utility>
@@ -19,23 +18,12 @@ using tensors::guarded;
 using tensors::sign;
 using tensors::type_of;
 
-// What wait_tensor finds for a bucket. It knows the group by its handle, as the bucket does: a group
-// goes with its process group.
-struct Finish : c10d::Work {
-  Finish(int64_t handle, uint64_t ticket) : handle(handle), ticket(ticket) {}
-  bool wait(std::chrono::milliseconds) override {
-    guarded([&] { served::group_of(handle)->finish(ticket); });
-    return true;
-  }
-  int64_t handle;
-  uint64_t ticket;
-};
-
 // The memory of all buckets of a reducer, in one piece.
 class SharedBuckets {
  public:
-  SharedBuckets(int64_t handle, size_t bytes)
-      : handle_(handle), parts_(std::make_shared<SharedParts>(bytes)) {}
+  // id: of the reducer, the same on all ranks.
+  SharedBuckets(int64_t handle, size_t bytes, uint64_t id)
+      : handle_(handle), parts_(std::make_shared<SharedParts>(bytes, id)) {}
 
   // A bucket's tensor, `at` so many bytes; None if there is no memory. Each has a storage of its own,
   // by which waits are told apart.
@@ -58,7 +46,7 @@ class SharedBuckets {
     if (!joined_) joined_ = guarded([&] { return parts_->join(*group, call); });
     if (!*joined_) return false;
     uint64_t ticket = guarded([&] { return group->start_in_place(call, parts_, at); });
-    c10d::register_work(x, c10::make_intrusive<Finish>(handle_, ticket));
+    if (ticket) served::register_finish(group, ticket, x);
     x.unsafeGetTensorImpl()->bump_version();
     return true;
   }
@@ -80,7 +68,8 @@ py::object sum_in_place(SharedBuckets& buckets, size_t at, const Tensor& x, cons
 
 void add_to(py::module_ module) {
   py::class_<SharedBuckets, std::shared_ptr<SharedBuckets>>(module, "SharedBuckets")
-      .def(py::init<int64_t, size_t>())
+      .def(py::init<int64_t, size_t, uint64_t>(), py::arg("handle"), py::arg("bytes"),
+           py::arg("id") = 0)
       .def("tensor", &SharedBuckets::tensor);
   module.def("sum_in_place", &sum_in_place);
 }

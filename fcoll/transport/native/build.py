@@ -78,7 +78,13 @@ def library_path() -> Path:
     """Where the library for this machine and these sources is or will be."""
     if found := prebuilt.prebuilt_library(torch.__version__):
         return found
-    return cache.cache_dir() / f"fcoll-{cache.key_of(_SOURCES, torch.__version__)}.so"
+    return cache.cache_dir() / f"fcoll-{library_key()}.so"
+
+
+@functools.cache
+def library_key() -> str:
+    """What ranks compare before they share memory: the same sources, compiled for one torch."""
+    return cache.key_of(_SOURCES, torch.__version__)
 
 
 def _extension_path(library: Path) -> Path | None:
@@ -99,6 +105,8 @@ def build(taken_over_s: float = 0.0) -> Path:
     path = library_path()
     extension = _extension_path(path)
     began = time.time()
+    if path.parent != prebuilt.FOLDER and (why_not := cache.untrusted(path)):
+        raise BuildFailed(why_not)
     if path.exists() and not _wants_extension(extension, began):
         cache.used(path)
         return path

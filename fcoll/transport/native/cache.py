@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,21 @@ def key_of(sources: Sequence[Path], torch_version: str) -> str:
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def untrusted(library: Path) -> str:
+    """Why a library is not loaded from where it is, or would be: somebody else may have put it
+    there. Empty if only this user or root can."""
+    for path in (library.parent, library):
+        try:
+            about = path.stat()
+        except FileNotFoundError:
+            continue
+        if about.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user: set FCOLL_CACHE_DIR to a folder of your own"
+        if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+            return f"anyone can write to {path}: set FCOLL_CACHE_DIR to a folder of your own"
+    return ""
 
 
 # -- failures ---

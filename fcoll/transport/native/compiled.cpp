@@ -36,10 +36,10 @@ GroupPtr connected(const std::string& name) {
   return connect.call(name) ? served::group_named(name) : nullptr;
 }
 
-// A tensor in a rank's arena, which stays mapped as long as it is used.
-Tensor tensor_at(const uint8_t* data, std::shared_ptr<ArenaFile> file, at::IntArrayRef size,
+// A tensor in memory of an arena, which it holds.
+Tensor tensor_at(const uint8_t* data, std::shared_ptr<void> hold, at::IntArrayRef size,
                  at::IntArrayRef stride, at::ScalarType dtype) {
-  return at::from_blob(const_cast<uint8_t*>(data), size, stride, [file = std::move(file)](void*) {},
+  return at::from_blob(const_cast<uint8_t*>(data), size, stride, [hold = std::move(hold)](void*) {},
                        at::TensorOptions().dtype(dtype));
 }
 
@@ -77,10 +77,8 @@ std::vector<Tensor> tensors_of(Group& group, const Tensor& own, bool slices, con
   }
   std::vector<Tensor> tensors;
   for (int r = 0; r < group.size(); r++)
-    tensors.push_back(tensor_at(parts.data[r] + skip, group.arena().file(r), size, own.strides(),
-                                own.scalar_type()));
-  if (!parts.stay)
-    for (auto& tensor : tensors) tensor = tensor.clone();
+    tensors.push_back(
+        tensor_at(parts.data[r] + skip, parts.hold, size, own.strides(), own.scalar_type()));
   return tensors;
 }
 
@@ -109,9 +107,9 @@ Tensor claim(std::string group_name, int64_t lane, at::IntArrayRef size, at::Int
   GroupPtr group = served::group_named(group_name);
   size_t bytes = c10::elementSize(dtype);
   for (auto s : size) bytes *= s;
-  uint8_t* data = guarded([&] { return group ? group->arena().claim(lane, bytes) : nullptr; });
-  if (!data) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
-  return tensor_at(data, group->arena().file(group->rank()), size, stride, dtype);
+  Claimed claimed = guarded([&] { return group ? group->arena().claim(lane, bytes) : Claimed(); });
+  if (!claimed.data) return at::empty_strided(size, stride, at::TensorOptions().dtype(dtype));
+  return tensor_at(claimed.data, claimed.hold, size, stride, dtype);
 }
 
 std::vector<Tensor> meet(const Tensor& own, std::string collective, std::string reduce_op,
@@ -126,18 +124,18 @@ std::vector<Tensor> meet(const Tensor& own, std::string collective, std::string 
   return tensors_of(*group, own, reads.slices, parts);
 }
 
-// Between the two halves the tensor that is returned says which announcement it was.
+// Between the two halves the tensor that is returned says which announcement it was, and holds it: a
+// program that fails in between lets go of it.
 Tensor announce(const Tensor& own, std::string collective, std::string reduce_op,
                 std::string group_name, int64_t dim) {
-  Tensor token = at::empty({1}, own.options().dtype(at::kLong));
   GroupPtr group = connected(group_name);
-  if (!group) return token;
-  guarded([&] {
+  if (!group) return at::empty({1}, own.options().dtype(at::kLong));
+  auto announced = guarded([&] {
     Signed made(own, collective, reduce_op, dim);
-    uint64_t id = group->arena().announce(made.call, bytes_of(own), own.nbytes());
-    *token.mutable_data_ptr<int64_t>() = int64_t(id);
+    return group->arena().announce(made.call, bytes_of(own), own.nbytes());
   });
-  return token;
+  auto* id = reinterpret_cast<const uint8_t*>(&announced->id);
+  return tensor_at(id, announced, {1}, {1}, at::kLong);
 }
 
 std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string collective,
@@ -145,8 +143,11 @@ std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string 
   bool slices = READS.at(collective).slices;
   GroupPtr group = served::group_named(group_name);
   if (!group) return by_process_group(own, slices, group_name);
-  auto announced = uint64_t(*token.const_data_ptr<int64_t>());
-  Parts parts = guarded([&] { return group->arena().collect(announced); });
+  Parts parts = guarded([&] {
+    auto announced = group->arena().find(uint64_t(*token.const_data_ptr<int64_t>()));
+    if (!announced) throw Error(Error::closed, -1, collective + " was never announced");
+    return group->arena().collect(*announced);
+  });
   return tensors_of(*group, own, slices, parts);
 }
 

@@ -15,13 +15,13 @@ struct Exchange {
   const Call& call;
   int rank, n;
   uint64_t first;
-  size_t head, piece;  // bytes of a slot: the sizes of the sender's parts; one part
+  size_t head, piece;  // bytes of a slot: the sizes of the sender's and the receiver's parts; one part
   size_t from[MAX_RANKS + 1] = {}, to[MAX_RANKS + 1] = {};  // where in the buffers
   size_t longest = 0;  // of the parts that this rank sends
 
   Exchange(const Call& call, const Ring& ring, const size_t* in_bytes, const size_t* out_bytes)
       : call(call), rank(ring.rank()), n(ring.size()), first(ring.last_number() + 1) {
-    head = ceil_div(n * sizeof(size_t), 64) * 64;
+    head = ceil_div(2 * n * sizeof(size_t), 64) * 64;
     piece = (SLOT_BYTES - head) / std::max(1, n - 1) / 64 * 64;
     for (int r = 0; r < n; r++) {
       from[r + 1] = from[r] + in_bytes[r], to[r + 1] = to[r] + out_bytes[r];
@@ -37,11 +37,14 @@ struct Exchange {
 };
 
 void publish_chunk(Ring& ring, const Exchange& x, size_t chunk, const uint8_t* in,
-                   const size_t* in_bytes) {
+                   const size_t* in_bytes, const size_t* out_bytes) {
   size_t chunks = x.chunks();
   Slot* slot = ring.claim(x.first + chunk, chunk > 0 && chunks > WINDOW);  // the first: see data()
   uint8_t* room = ring.data(x.rank, slot, chunk > 0);
-  copy(room, in_bytes, x.n * sizeof(size_t));
+  if (chunk == 0) {
+    copy(room, in_bytes, x.n * sizeof(size_t));
+    copy(room + x.n * sizeof(size_t), out_bytes, x.n * sizeof(size_t));
+  }
   for (int r = 0; r < x.n; r++)
     if (r != x.rank)
       ring.copy_out(room + x.place(r, x.rank), in + x.from[r] + chunk * x.piece,
@@ -49,21 +52,29 @@ void publish_chunk(Ring& ring, const Exchange& x, size_t chunk, const uint8_t* i
   ring.publish(slot, x.first + chunk, x.call, chunks);
 }
 
-// Compare what the peers send with what this rank expects. Only a sender knows how long its parts
-// are: the result is the most chunks that any sends, so that all count the same.
-size_t agree_on_chunks(Ring& ring, const Exchange& x, const size_t* out_bytes) {
+// Compares what each rank sends with what its receiver expects. All ranks see the sizes of all, so
+// that all raise, or none. Only a sender knows how long its parts are: the result is the most chunks
+// that any sends, so that all count the same.
+size_t agree_on_chunks(Ring& ring, const Exchange& x, const size_t* in_bytes,
+                       const size_t* out_bytes) {
   size_t most = x.chunks();
+  const size_t *sent[MAX_RANKS], *expected[MAX_RANKS];
   for (int r = 0; r < x.n; r++) {
-    if (r == x.rank) continue;
+    if (r == x.rank) {
+      sent[r] = in_bytes, expected[r] = out_bytes;
+      continue;
+    }
     const Slot* slot = ring.await(r, x.first, x.call);
-    auto sizes = reinterpret_cast<const size_t*>(slot->data);
+    sent[r] = reinterpret_cast<const size_t*>(slot->data), expected[r] = sent[r] + x.n;
     most = std::max<size_t>(most, slot->extra);
-    if (sizes[x.rank] != out_bytes[r])
-      ring.fail({Error::mismatch, r,
-                 "all_to_all_single: " + name_of(r) + " sends " + std::to_string(sizes[x.rank]) +
-                     " bytes to " + name_of(x.rank) + ", whose output_splits expect " +
-                     std::to_string(out_bytes[r])});
   }
+  for (int from = 0; from < x.n; from++)
+    for (int to = 0; to < x.n; to++)
+      if (sent[from][to] != expected[to][from])
+        ring.fail({Error::mismatch, from,
+                   "all_to_all_single: " + name_of(from) + " sends " +
+                       std::to_string(sent[from][to]) + " bytes to " + name_of(to) +
+                       ", whose output_splits expect " + std::to_string(expected[to][from])});
   return most;
 }
 
@@ -85,13 +96,13 @@ void all_to_all(Ring& ring, const Call& call, const uint8_t* in, uint8_t* out, c
   Exchange x(call, ring, in_bytes, out_bytes);
   int rank = x.rank, n = x.n;
   ring.expect(x.first);  // how many more there are, only the senders know
-  publish_chunk(ring, x, 0, in, in_bytes);
+  publish_chunk(ring, x, 0, in, in_bytes, out_bytes);
   copy_result(out + x.to[rank], in + x.from[rank], in_bytes[rank], in_bytes[rank], true);
-  size_t sent = x.chunks(), all = agree_on_chunks(ring, x, out_bytes);
+  size_t sent = x.chunks(), all = agree_on_chunks(ring, x, in_bytes, out_bytes);
   ring.take_numbers(all);
   ring.expect(x.first + all - 1);
   for (size_t i = 0; i < all; i++) {
-    if (i + 1 < sent) publish_chunk(ring, x, i + 1, in, in_bytes);
+    if (i + 1 < sent) publish_chunk(ring, x, i + 1, in, in_bytes, out_bytes);
     for (int k = 1; k < n; k++) take_part(ring, (rank + k) % n, x, i, out, out_bytes);
     ring.done(x.first + i);
     if (x.longest >= FAR_BYTES) ring.look_how_far(x.first + i);

@@ -79,7 +79,11 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     ready_in_.assign(n, -1);
     for (const Tensor& p : params_) dtypes_.push_back(p.scalar_type());
   }
-  ~Arrivals() { remove(); }
+  ~Arrivals() {
+    remove();
+    py::gil_scoped_acquire gil;  // a hook in a thread of autograd's may be the last to let go of it
+    tell_ = py::function();
+  }
 
   void listen();
   void remove();
@@ -206,13 +210,7 @@ bool Arrivals::copied_in(int64_t index) {
 struct Hook : torch::autograd::FunctionPostHook {
   Hook(std::weak_ptr<Arrivals> arrivals, int64_t index) : arrivals(std::move(arrivals)), index(index) {}
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    if (auto found = arrivals.lock()) {
-      found->arrive(index);
-      if (found.use_count() == 1) {  // its owner went meanwhile: it holds objects of Python's
-        py::gil_scoped_acquire gil;
-        found.reset();
-      }
-    }
+    if (auto found = arrivals.lock()) found->arrive(index);
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {

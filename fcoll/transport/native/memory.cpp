@@ -13,7 +13,9 @@
 #include <stdexcept>
 #include <unordered_map>
 
-#include "process.h"
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 8U
+#endif
 
 namespace fcoll {
 
@@ -28,6 +30,16 @@ struct Header {
   Status status;
 };
 static_assert(sizeof(Header) <= SharedFile::PAGE);
+
+// A page that a peer could cut off would be a SIGBUS here.
+constexpr int SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Sealed against being run as a program, too, where the kernel can (Linux 6.3).
+int make_memfd() {
+  constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int fd = memfd_create(NAME, flags | MFD_NOEXEC_SEAL);
+  return fd < 0 && errno == EINVAL ? memfd_create(NAME, flags) : fd;
+}
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error("fcoll: shared memory: " + what);
@@ -55,17 +67,17 @@ std::optional<Error> Status::failure() const {
 
 // -- files ----------------------------------------------------------------------------------------
 
-SharedFile::SharedFile(size_t bytes) : bytes_(bytes) {
+SharedFile::SharedFile(size_t bytes, bool sparse) : bytes_(bytes) {
   std::string wish = "cannot allocate " + std::to_string(bytes) + " bytes";
   if (bytes > size_t(INT64_MAX) - 2 * PAGE) fail(wish);
   if (getrandom(&token_, sizeof token_, 0) != sizeof token_) fail("getrandom", errno);
-  fd_ = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  fd_ = make_memfd();
   if (fd_ < 0) fail(wish, errno);
-  // Sealed: a page that a peer could cut off would be a SIGBUS here.
   Header h{MAGIC, token_, bytes, {}};
   h.status.cpus = own_cpus();
-  if (ftruncate(fd_, whole()) != 0 || pwrite(fd_, &h, sizeof h, 0) != sizeof h ||
-      fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  h.status.presence = own_presence();
+  if (ftruncate(fd_, whole()) != 0 || (!sparse && fallocate(fd_, 0, 0, whole()) != 0) ||
+      pwrite(fd_, &h, sizeof h, 0) != sizeof h || fcntl(fd_, F_ADD_SEALS, SEALS) != 0) {
     int why = errno;
     close();
     fail(wish, why);
@@ -84,6 +96,7 @@ SharedFile::SharedFile(const Address& at) : bytes_(at.bytes), token_(at.token) {
   struct stat about;
   uint64_t found[3] = {};  // of the header: what a Header begins with
   bool right = fstat(fd_, &about) == 0 && size_t(about.st_size) == whole() &&
+               (fcntl(fd_, F_GET_SEALS) & SEALS) == SEALS &&
                pread(fd_, found, sizeof found, 0) == sizeof found && found[0] == MAGIC &&
                found[1] == at.token && found[2] == at.bytes;
   if (right) return;
@@ -95,6 +108,10 @@ SharedFile::SharedFile(const Address& at) : bytes_(at.bytes), token_(at.token) {
 size_t SharedFile::whole() const { return PAGE + round_up(std::max<size_t>(bytes_, 1), PAGE); }
 
 Address SharedFile::address() const { return {getpid(), fd_, token_, bytes_}; }
+
+bool SharedFile::reserve(size_t at, size_t length) const {
+  return fallocate(fd_, 0, PAGE + at, length) == 0;
+}
 
 uint8_t* SharedFile::map(size_t at, size_t length) const {
   void* made = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, PAGE + at);
@@ -136,14 +153,14 @@ void SharedFile::close() {
 namespace {
 
 // Of this process, by token. Never freed: memory may be let go of while the process exits.
-struct Own {
+struct OwnMemories {
   std::mutex mutex;
   std::unordered_map<uint64_t, std::weak_ptr<Memory>> by_token;
-  Own() { hold_over_forks(mutex); }
+  OwnMemories() { hold_over_forks(mutex); }
 };
 
-Own& own() {
-  static auto& made = *new Own;
+OwnMemories& own() {
+  static auto& made = *new OwnMemories;
   return made;
 }
 

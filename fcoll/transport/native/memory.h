@@ -15,6 +15,7 @@
 #include <string>
 
 #include "call.h"
+#include "process.h"
 
 namespace fcoll {
 
@@ -31,6 +32,7 @@ struct Status {
   alignas(64) std::atomic<State> state;
   alignas(64) std::atomic<uint32_t> sleepers;  // who sleeps on a word of this memory (wait.h)
   cpu_set_t cpus;  // where the owner may run
+  Presence presence;  // the owner's
   int error_kind, error_rank;  // why it failed
   char error[512];
 
@@ -43,7 +45,9 @@ class SharedFile {
  public:
   static constexpr size_t PAGE = 4096;
 
-  explicit SharedFile(size_t bytes);
+  // All of it is taken from the system now, so that no write to it can fail (SIGBUS); or `sparse`:
+  // what is written to has to be reserved first.
+  explicit SharedFile(size_t bytes, bool sparse = false);
   explicit SharedFile(const Address&);
   ~SharedFile() { close(); }
   SharedFile(const SharedFile&) = delete;
@@ -51,6 +55,7 @@ class SharedFile {
 
   size_t bytes() const { return bytes_; }
   Address address() const;
+  bool reserve(size_t at, size_t length) const;  // false if there is no memory for it
   // Null if there is no room for it. `at` is a multiple of PAGE, counted from the first page of data.
   uint8_t* map(size_t at, size_t length) const;
   uint8_t* map_whole(bool populate) const;  // the header, a page, before the data

@@ -4,21 +4,38 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
+#include <mutex>
+#include <string>
 
 namespace fcoll {
+
+// What shows that a process still runs the program that made it: a lock on a file of its own, which
+// ends with the process and when it calls exec (a pidfd outlives that). Without a file (fd -1) where
+// the system has no such locks.
+struct Presence {
+  int32_t fd = -1;
+  uint64_t token = 0;
+};
+Presence own_presence();
 
 // A process that cannot be mistaken for a later one with its pid. All who watch one share it: a
 // group of 64 ranks takes no 63 file descriptors of its own.
 class Process {
  public:
-  static std::shared_ptr<Process> of(int pid);  // null if there is none of that pid
+  // Throws std::runtime_error with the reason if it cannot be watched.
+  static std::shared_ptr<Process> of(int pid);
   ~Process();
+  // From now on one that calls exec is not alive, either.
+  void watch(const Presence&);
   bool alive() const;
 
  private:
-  explicit Process(int pidfd) : pidfd_(pidfd) {}
-  int pidfd_;
+  Process(int pid, int pidfd) : pid_(pid), pidfd_(pidfd) {}
+  int pid_, pidfd_;
+  std::mutex mutex_;
+  std::atomic<int> presence_{-1};
 };
 
 // Forks that led to this process: what was made before the last of them is a parent's.

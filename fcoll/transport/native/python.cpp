@@ -335,16 +335,19 @@ std::vector<int64_t> sizes(PyObject* given) {
   return found;
 }
 
-PyObject* claim(Args args) {  // group, lane, size, stride, dtype
-  auto dtype = reinterpret_cast<THPDtype*>(args[4])->scalar_type;
-  return THPVariable_Wrap(fcoll::compiled::claim(text(args[0]), PyLong_AsLongLong(args[1]),
-                                                 sizes(args[2]), sizes(args[3]), dtype, at::kCPU));
-}
-
 template <class Call>
 auto without_gil(Call call) {
   WithoutGil released;
   return call();
+}
+
+PyObject* claim(Args args) {  // group, lane, size, stride, dtype
+  auto dtype = reinterpret_cast<THPDtype*>(args[4])->scalar_type;
+  auto group = text(args[0]);
+  int64_t lane = PyLong_AsLongLong(args[1]);
+  auto size = sizes(args[2]), stride = sizes(args[3]);
+  return THPVariable_Wrap(without_gil(
+      [&] { return fcoll::compiled::claim(group, lane, size, stride, dtype, at::kCPU); }));
 }
 
 PyObject* meet(Args args) {  // own, collective, op, group, dim

@@ -14,51 +14,41 @@ namespace fcoll {
 // -- joining --------------------------------------------------------------------------------------
 
 Ring::Ring(int rank, int n, double timeout_s)
-    : rank_(rank), n_(n), timeout_s_(timeout_s), born_(fork_count()), memories_(n), segments_(n),
-      processes_(n), beacons_(n) {
+    : rank_(rank), n_(n), timeout_s_(timeout_s), born_(fork_count()), peers_(rank, n), segments_(n),
+      beacons_(n) {
   try {
-    memories_[rank] = Memory::make(RING_BYTES, true);
+    peers_.make_own(RING_BYTES, true);
   } catch (const std::exception& e) {
     broken_ = e.what();  // join says so
     return;
   }
-  segments_[rank] = reinterpret_cast<Segment*>(memories_[rank]->data());
-  own_ = &memories_[rank]->status();
+  segments_[rank] = reinterpret_cast<Segment*>(peers_.data(rank));
+  own_ = &peers_.status(rank);
   own_->state.store(State::active);
 }
 
-Ring::~Ring() {
-  if (!memories_[rank_] || born_ != fork_count()) return;
-  State was = State::active;  // a rank that stopped for an error goes on saying which
-  status(rank_).state.compare_exchange_strong(was, State::left);
-}
+Ring::~Ring() { leave(); }
 
-Address Ring::address() const { return memories_[rank_] ? memories_[rank_]->address() : Address(); }
+void Ring::leave() {
+  if (!own_ || born_ != fork_count()) return;
+  State was = State::active;  // a rank that stopped for an error goes on saying which
+  own_->state.compare_exchange_strong(was, State::left);
+  open_ = false;
+}
 
 std::string Ring::join(const std::vector<Address>& addresses) {
-  if (!memories_[rank_]) return "no shared memory could be made (" + broken_ + ")";
+  if (!own_) return "no shared memory could be made (" + broken_ + ")";
   for (int r = 0; r < n_; r++) {
     if (r == rank_) continue;
-    // Opened before the token is read: what it watches is the process that holds the token.
-    processes_[r] = Process::of(addresses[r].pid);
-    if (!processes_[r]) return name_of(r) + " is no process of this PID namespace";
     try {
-      memories_[r] = Memory::open(addresses[r], true);
+      peers_.add(r, addresses[r], true);
     } catch (const std::exception& e) {
-      return name_of(r) + "'s memory cannot be mapped (" + e.what() + ")";
+      return e.what();
     }
-    segments_[r] = reinterpret_cast<Segment*>(memories_[r]->data());
+    segments_[r] = reinterpret_cast<Segment*>(peers_.data(r));
   }
-  crowded_ = more_ranks_than_cores();
+  crowded_ = peers_.crowded();
   return "";
-}
-
-// Of the cores on which any of them may run: pinned to one core each, they have them all.
-bool Ring::more_ranks_than_cores() const {
-  cpu_set_t all;
-  CPU_ZERO(&all);
-  for (int r = 0; r < n_; r++) CPU_OR(&all, &all, &status(r).cpus);
-  return n_ > CPU_COUNT(&all);
 }
 
 void Ring::throw_forked() const {
@@ -66,7 +56,9 @@ void Ring::throw_forked() const {
 }
 
 void Ring::throw_closed() const {
-  throw Error(Error::closed, -1, "the group was closed by an earlier error: " + broken_);
+  throw Error(Error::closed, -1,
+              broken_.empty() ? name_of(rank_) + " left the group: it was destroyed"
+                              : "the group was closed by an earlier error: " + broken_);
 }
 
 // -- waiting --------------------------------------------------------------------------------------
@@ -74,14 +66,13 @@ void Ring::throw_closed() const {
 void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
   try {
     wait_until(
-        word, status(peer).sleepers, crowded_,
+        word, peers_.status(peer).sleepers, crowded_,
         [&] { return word.load(std::memory_order_acquire) >= least; },
         [&](double waited_us) { return look(peer, waited_us); });
   } catch (const Error& e) {
     fail(e);
   } catch (...) {  // a signal
-    broken_ = name_of(rank_) + " was interrupted in a collective";
-    status(rank_).fail(Error(Error::closed, rank_, broken_));
+    close({Error::closed, rank_, name_of(rank_) + " was interrupted in a collective"});
     throw;
   }
 }
@@ -90,9 +81,9 @@ void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least
 std::optional<Error> Ring::look(int peer, double waited_us) const {
   for (int r = 0; r < n_; r++) {
     if (r == rank_) continue;
-    if (auto failure = status(r).failure()) return failure;
-    bool died = !processes_[r]->alive();
-    if (!died && status(r).state.load(std::memory_order_acquire) != State::left) continue;
+    if (auto failure = peers_.status(r).failure()) return failure;
+    bool died = peers_.dead(r);
+    if (!died && peers_.status(r).state.load(std::memory_order_acquire) != State::left) continue;
     // One that had done all it had to do in this call before it went is not missed.
     if (r != peer && segments_[r]->done.load(std::memory_order_acquire) >= expected_) continue;
     const char* how = died ? " died" : " left the group (it destroyed it, or is exiting)";
@@ -104,9 +95,14 @@ std::optional<Error> Ring::look(int peer, double waited_us) const {
 }
 
 void Ring::fail(const Error& e) {
-  broken_ = e.what();
-  status(rank_).fail(e);
+  close(e);
   throw e;
+}
+
+void Ring::close(const Error& e) {
+  broken_ = e.what();
+  open_ = false;
+  own_->fail(e);
 }
 
 // -- near and far ---------------------------------------------------------------------------------
@@ -168,8 +164,8 @@ void Ring::copy_out(void* to, const void* from, size_t bytes) const {
 double Ring::round_trip_ns(int peer) {
   constexpr int rounds = 2000;
   std::vector<double> times(rounds);
-  auto &mine = segments_[rank_]->ping, &theirs = segments_[peer]->ping;
-  uint64_t base = mine.load();
+  auto &mine = segments_[rank_]->pings[peer], &theirs = segments_[peer]->pings[rank_];
+  uint64_t base = mine.load();  // both count the same rounds with each other
   bool first = rank_ < peer, crowded = std::exchange(crowded_, false);  // spin: only these two wait
   expect(0);
   for (int i = 1; i <= rounds; i++) {
@@ -230,6 +226,18 @@ void Ring::publish(Slot* slot, uint64_t seq, const Call& call, uint64_t extra) {
 
 bool Ring::published(int peer, uint64_t seq) const {
   return slot(peer, seq)->seq.load(std::memory_order_acquire) >= seq;
+}
+
+bool Ring::published_by_all(uint64_t seq) const {
+  for (int r = 0; r < n_; r++)
+    if (r != rank_ && !published(r, seq)) return false;
+  return true;
+}
+
+bool Ring::read_by_all(uint64_t seq) const {
+  for (int r = 0; r < n_; r++)
+    if (segments_[r]->done.load(std::memory_order_acquire) < seq) return false;
+  return true;
 }
 
 const Slot* Ring::await(int peer, uint64_t seq, const Call& call) {

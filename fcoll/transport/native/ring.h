@@ -10,12 +10,10 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "memory.h"
-#include "process.h"
+#include "peers.h"
 
 namespace fcoll {
 
@@ -36,7 +34,7 @@ static_assert(sizeof(Slot) == 64);
 struct Segment {
   alignas(64) std::atomic<uint64_t> done;  // this rank has read all parts up to here
   alignas(64) std::atomic<uint64_t> beacon;  // written now and then: how long does it take to read?
-  alignas(64) std::atomic<uint64_t> ping;
+  alignas(64) std::atomic<uint64_t> pings[MAX_RANKS];  // for each peer (round_trip_ns)
   // Of the calls in the slots; read only when calls differ, so they stay in the owner's cache.
   alignas(64) Signature signatures[RING];
 };
@@ -62,9 +60,11 @@ class Ring {
   ~Ring();
 
   // How the peers find this rank's memory. Without a file descriptor if it could not be made.
-  Address address() const;
+  Address address() const { return peers_.address(); }
   // Map the peers' memories. Empty if each is the one with its token, else the reason.
   std::string join(const std::vector<Address>&);
+  void close_fd() { peers_.close_fd(); }  // once all have joined
+  void leave();  // the peers need not wait for this rank any more
 
   int rank() const { return rank_; }
   int size() const { return n_; }
@@ -77,7 +77,7 @@ class Ring {
     if (born_ != fork_count()) throw_forked();
   }
   void check_open() const {
-    if (!broken_.empty()) throw_closed();
+    if (!open_.load(std::memory_order_relaxed)) throw_closed();
   }
 
   // The next sequence numbers; the first of them.
@@ -93,12 +93,14 @@ class Ring {
   // A peer's slot, once it is published; its call must be the same.
   const Slot* await(int peer, uint64_t seq, const Call&);
   bool published(int peer, uint64_t seq) const;
+  bool published_by_all(uint64_t seq) const;
+  bool read_by_all(uint64_t seq) const;  // are all ranks done with it, this one too?
   const Slot* slot(int rank, uint64_t seq) const;
   // `large`: only then look where they are. The address of small data must not depend on the header:
   // the processor fetches both at once then, which is 0.25 us instead of 0.42 for 64 B.
   uint8_t* data(int rank, const Slot* slot, bool large) const {
     if (!large || !slot->at) return const_cast<uint8_t*>(slot->data);
-    return memories_[rank]->data() + slot->at;
+    return peers_.data(rank) + slot->at;
   }
   void done(uint64_t seq);  // this rank has read the parts up to seq
 
@@ -108,9 +110,10 @@ class Ring {
   // Core-to-core round trip with a peer in ns: the median of many. Both call it.
   double round_trip_ns(int peer);
 
-  [[noreturn]] void fail(const Error&);
+  [[noreturn]] void fail(const Error&);  // closes it on all ranks
 
  private:
+  void close(const Error&);
   [[noreturn]] void throw_forked() const;
   [[noreturn]] void throw_closed() const;
   void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
@@ -120,9 +123,6 @@ class Ring {
   std::optional<Error> look(int peer, double waited_us) const;
   void until_read(uint64_t seq);
   std::string shown(int rank, uint64_t seq, const Call&) const;
-  bool more_ranks_than_cores() const;
-  Status& status(int rank) const { return memories_[rank]->status(); }
-
   int rank_, n_;
   double timeout_s_;
   bool crowded_ = false;
@@ -132,12 +132,12 @@ class Ring {
   Distance distance_ = Distance::measured;
   int far_ = 0;  // above 0: the peers' cores are far, as they were found lately
   uint64_t free_until_ = RING;  // up to here, every slot has been read by all
-  std::vector<std::shared_ptr<Memory>> memories_;
+  Peers peers_;
   std::vector<Segment*> segments_;
   Status* own_ = nullptr;  // this rank's
-  std::vector<std::shared_ptr<Process>> processes_;
   std::vector<uint64_t> beacons_;  // the peers', as they were read last
-  std::string broken_;
+  std::atomic<bool> open_{true};
+  std::string broken_;  // why it is closed; empty after leave()
 };
 
 }  // namespace fcoll

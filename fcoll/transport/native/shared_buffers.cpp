@@ -25,11 +25,10 @@ bool exchange(std::atomic<uint32_t>& word, uint32_t from, uint32_t to) {
 SharedBuffers::SharedBuffers(int rank, int n, double timeout_ms, std::shared_ptr<Memory> buffer,
                              size_t pad_bytes)
     : rank_(rank), n_(n), timeout_ms_(timeout_ms), pad_bytes_(pad_bytes),
-      crowded_(n > sysconf(_SC_NPROCESSORS_ONLN)), born_(fork_count()), buffers_(n), pads_(n),
-      processes_(n) {
+      crowded_(n > sysconf(_SC_NPROCESSORS_ONLN)), born_(fork_count()), buffers_(n), pads_(rank, n) {
   buffers_[rank] = std::move(buffer);
   size_t words = round_up(pad_bytes, 64) + round_up(n * sizeof(Word), 64);
-  pads_[rank] = Memory::make(words + sizeof(Said));
+  pads_.make_own(words + sizeof(Said));
 }
 
 void SharedBuffers::join(const std::vector<Address>& buffers, const std::vector<Address>& pads) {
@@ -44,36 +43,28 @@ void SharedBuffers::join(const std::vector<Address>& buffers, const std::vector<
   own.state.store(State::active);
   wake(own.state, own.sleepers);
   await_joined();
-  pads_[rank_]->close_fd();
-  cpu_set_t cpus = own.cpus;
+  pads_.close_fd();
   for (int r = 0; r < n_; r++) {
     buffer_ptrs_.push_back(buffers_[r]->data());
-    pad_ptrs_.push_back(pads_[r]->data());
-    CPU_OR(&cpus, &cpus, &status(r).cpus);
+    pad_ptrs_.push_back(pads_.data(r));
   }
-  crowded_ = n_ > CPU_COUNT(&cpus);
+  crowded_ = pads_.crowded();
 }
 
 void SharedBuffers::map_peers(const std::vector<Address>& buffers, const std::vector<Address>& pads) {
-  auto open = [&](int r, const Address& address) {
+  auto checked = [&](int r, auto open) {
     try {
-      return Memory::open(address);
+      open();
     } catch (const std::runtime_error&) {
-      if (dead(r)) throw died(r, site("rendezvous", OWN_CHANNEL, 0));
+      if (pads_.dead(r)) throw died(r, site("rendezvous", OWN_CHANNEL, 0));
       throw;
     }
   };
   // Pads first: through them a rank that cannot go on tells the others.
-  for (int r = 0; r < n_; r++) {
-    if (r == rank_) continue;
-    // Opened before the token is read: what it watches is the process that holds the token.
-    processes_[r] = Process::of(pads[r].pid);
-    if (!processes_[r])
-      throw Error(Error::peer_died, r, name_of(r) + " died, or is in another container or host");
-    pads_[r] = open(r, pads[r]);
-  }
   for (int r = 0; r < n_; r++)
-    if (r != rank_) buffers_[r] = open(r, buffers[r]);
+    if (r != rank_) checked(r, [&] { pads_.add(r, pads[r]); });
+  for (int r = 0; r < n_; r++)
+    if (r != rank_) checked(r, [&] { buffers_[r] = Memory::open(buffers[r]); });
 }
 
 void SharedBuffers::await_joined() {
@@ -82,7 +73,7 @@ void SharedBuffers::await_joined() {
     Status& s = status(r);
     wait_until(
         s.state, s.sleepers, crowded_, [&] { return s.state.load() != State::joining; },
-        [&](double waited_us) { return dead(r) ? died(r, here) : late(r, here, waited_us); });
+        [&](double waited_us) { return pads_.dead(r) ? died(r, here) : late(r, here, waited_us); });
     if (auto failure = s.failure()) throw *failure;
   }
 }
@@ -109,15 +100,8 @@ std::optional<Error> SharedBuffers::late(int rank, const Site& site, double wait
                    name_of(rank) + " in " + site.show());
 }
 
-// The error that closed the buffers, on whatever rank it was.
-std::optional<Error> SharedBuffers::failure() const {
-  for (int k = 0; k < n_; k++)
-    if (auto failed = status(after(k)).failure()) return failed;
-  return std::nullopt;
-}
-
 void SharedBuffers::check_open() const {
-  if (auto failed = failure())
+  if (auto failed = pads_.failure())
     throw Error(Error::closed, failed->rank,
                 std::string("this memory was closed by an earlier error: ") + failed->what() +
                     ". All ranks must make a new rendezvous of it");
@@ -144,18 +128,18 @@ void SharedBuffers::check(int rank, int channel) const {
 SharedBuffers::Word& SharedBuffers::word(int owner, int channel, int from) const {
   size_t at = channel == OWN_CHANNEL ? round_up(pad_bytes_, 64) / sizeof(Word)
                                      : size_t(channel) * n_;
-  return reinterpret_cast<Word*>(pads_[owner]->data())[at + from];
+  return reinterpret_cast<Word*>(pads_.data(owner))[at + from];
 }
 
 Said& SharedBuffers::said(int rank) const {
-  return *reinterpret_cast<Said*>(pads_[rank]->data() + pads_[rank]->bytes() - sizeof(Said));
+  return *reinterpret_cast<Said*>(pads_.data(rank) + pads_.bytes() - sizeof(Said));
 }
 
 void SharedBuffers::put(int to, const Site& site) {
   Word& signal = word(to, site.channel, rank_);
   auto look = [&](double waited_us) -> std::optional<Error> {
-    if (dead(to)) return died(to, site);
-    if (auto failed = site.closable ? failure() : std::nullopt) return failed;
+    if (pads_.dead(to)) return died(to, site);
+    if (auto failed = site.closable ? pads_.failure() : std::nullopt) return failed;
     return late(to, site, waited_us);
   };
   wait_until(signal, status(to).sleepers, crowded_, [&] { return exchange(signal, 0, 1); }, look);
@@ -168,9 +152,9 @@ void SharedBuffers::take(int from, const Site& site, int pending) {
   auto look = [&](double waited_us) -> std::optional<Error> {
     for (int k = 0; k < pending; k++) {
       int r = (from + k) % n_;  // it may have sent its signal and left: that is no failure
-      if (dead(r) && word(rank_, site.channel, r).load() == 0) return died(r, site);
+      if (pads_.dead(r) && word(rank_, site.channel, r).load() == 0) return died(r, site);
     }
-    if (auto failed = site.closable ? failure() : std::nullopt) return failed;
+    if (auto failed = site.closable ? pads_.failure() : std::nullopt) return failed;
     return late(from, site, waited_us);
   };
   wait_until(signal, status(rank_).sleepers, crowded_, [&] { return exchange(signal, 1, 0); }, look);

@@ -13,8 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "memory.h"
-#include "process.h"
+#include "peers.h"
 
 namespace fcoll {
 
@@ -29,7 +28,7 @@ class SharedBuffers {
   SharedBuffers(int rank, int n, double timeout_ms, std::shared_ptr<Memory> buffer, size_t pad_bytes);
 
   Address buffer() const { return buffers_[rank_]->address(); }
-  Address pad() const { return pads_[rank_]->address(); }
+  Address pad() const { return pads_.address(); }
   // Map the peers' memories. All ranks return, or all throw: a rank that cannot tells the others.
   void join(const std::vector<Address>& buffers, const std::vector<Address>& pads);
 
@@ -38,8 +37,8 @@ class SharedBuffers {
   size_t bytes() const { return buffers_[rank_]->bytes(); }
   std::vector<void*>& buffer_ptrs() { return buffer_ptrs_; }
   std::vector<void*>& pad_ptrs() { return pad_ptrs_; }
-  const std::vector<std::shared_ptr<Process>>& processes() const { return processes_; }
-  bool closed() const { return failure().has_value(); }  // by an error on any rank
+  const std::vector<std::shared_ptr<Process>>& processes() const { return pads_.processes(); }
+  bool closed() const { return pads_.failure().has_value(); }  // by an error on any rank
 
   // timeout_ms 0: the group's.
   void barrier(int channel, double timeout_ms);
@@ -64,7 +63,7 @@ class SharedBuffers {
 
   Word& word(int owner, int channel, int from) const;
   Said& said(int rank) const;
-  Status& status(int rank) const { return pads_[rank]->status(); }
+  Status& status(int rank) const { return pads_.status(rank); }
   Site site(const char* what, int channel, double timeout_ms) const;
   void check(int rank, int channel) const;
   void check_not_forked() const;
@@ -75,8 +74,6 @@ class SharedBuffers {
   void map_peers(const std::vector<Address>& buffers, const std::vector<Address>& pads);
   void await_joined();
   int after(int k) const { return (rank_ + k) % n_; }
-  bool dead(int rank) const { return processes_[rank] && !processes_[rank]->alive(); }
-  std::optional<Error> failure() const;
   Error died(int rank, const Site&) const;
   std::optional<Error> late(int rank, const Site&, double waited_us) const;
 
@@ -85,8 +82,8 @@ class SharedBuffers {
   size_t pad_bytes_;
   bool crowded_;
   int born_;
-  std::vector<std::shared_ptr<Memory>> buffers_, pads_;
-  std::vector<std::shared_ptr<Process>> processes_;  // null: this one
+  std::vector<std::shared_ptr<Memory>> buffers_;
+  Peers pads_;
   std::vector<void*> buffer_ptrs_, pad_ptrs_;
 };
 

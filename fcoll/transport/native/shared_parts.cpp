@@ -6,7 +6,17 @@
 
 namespace fcoll {
 
-SharedParts::SharedParts(size_t bytes) {
+namespace {
+
+struct Ids final : Reader {
+  explicit Ids(int n) : of(n) {}
+  void read(const uint64_t* where) override { std::copy_n(where, of.size(), of.begin()); }
+  std::vector<uint64_t> of;
+};
+
+}  // namespace
+
+SharedParts::SharedParts(size_t bytes, uint64_t id) : id_(id) {
   try {
     own_ = Memory::make(bytes);
   } catch (const std::runtime_error&) {
@@ -16,11 +26,17 @@ SharedParts::SharedParts(size_t bytes) {
 bool SharedParts::join(Group& group, Call call) {
   int n = group.size(), rank = group.rank();
   call.in_place = true;
-  uint64_t unused[MAX_RANKS];
-  group.announce_and_wait(call, 0, unused);  // who calls something else hears of this call
+  auto turn = group.enter();
+  Ids ids(n);
+  group.announce_and_wait(turn, call, id_, &ids);  // who calls something else hears of this call
+  for (int r = 0; r < n; r++)
+    if (ids.of[r] != id_)
+      group.fail(turn, {Error::mismatch, r, name_of(rank) + " sums shared buckets " +
+                                                std::to_string(id_) + " where " + name_of(r) +
+                                                " sums shared buckets " + std::to_string(ids.of[r])});
   std::vector<Address> addresses(n);
   Address mine = own_ ? own_->address() : Address();
-  group.run(Call::all_gather(sizeof mine), &mine, addresses.data());
+  group.run(turn, Call::all_gather(sizeof mine), &mine, addresses.data());
   std::vector<std::shared_ptr<Memory>> found(n);
   // Of other sizes on some rank: the call of the part that differs says so.
   uint8_t ok = own_ && std::all_of(addresses.begin(), addresses.end(),
@@ -33,7 +49,7 @@ bool SharedParts::join(Group& group, Call call) {
     }
   }
   std::vector<uint8_t> all_ok(n);
-  group.run(Call::all_gather(1), &ok, all_ok.data());
+  group.run(turn, Call::all_gather(1), &ok, all_ok.data());
   if (own_) own_->close_fd();
   if (!std::all_of(all_ok.begin(), all_ok.end(), [](uint8_t is) { return is; })) return false;
   memories_ = std::move(found);

@@ -51,7 +51,11 @@ struct Card {
 };
 
 // Never freed: memory may be let go of while the process exits.
-inline std::mutex& mutex = *new std::mutex;
+inline std::mutex& mutex = *[] {
+  auto* made = new std::mutex;
+  hold_over_forks(*made);
+  return made;
+}();
 inline auto& lobbies = *new std::map<const c10d::ProcessGroup*, Lobby>;
 
 inline Lobby& lobby_of(const ProcessGroup& group) {

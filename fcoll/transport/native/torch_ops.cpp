@@ -239,19 +239,22 @@ std::string name_of(const c10::IValue& given) {
 }
 #endif
 
-bool has_its_name(const ProcessGroup& group) {
+// The name by which fcoll knows a group; empty if it stands for another one, or if the group has none
+// (one that is written in Python has no backend to ask).
+std::string name_of(const ProcessGroup& group) {
   try {
-    return c10d::resolve_process_group(group->getGroupName()) == group;
+    std::string name = group->getGroupName();
+    return c10d::resolve_process_group(name) == group ? name : "";
   } catch (const c10::Error&) {
-    return false;
+    return "";
   }
 }
 
 // The group's shared memory, connected if this is its first use; none if it has none.
 GroupPtr shared_memory_of(const ProcessGroup& group) {
-  const std::string& name = group->getGroupName();
+  std::string name = name_of(group);
+  if (name.empty()) return nullptr;
   if (auto known = group_named(name, group.get())) return known;
-  if (!has_its_name(group)) return nullptr;  // fcoll knows groups by their names
   static auto connect = c10::Dispatcher::singleton()
                             .findSchemaOrThrow("fcoll_pg::connect", "")
                             .typed<bool(Text)>();

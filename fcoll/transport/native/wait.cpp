@@ -10,6 +10,7 @@
 namespace fcoll {
 
 void (*check_signals)() = nullptr;
+void (*while_waiting)() = nullptr;
 
 bool sleep_on(const void* word, uint32_t value) {
   timespec longest{0, 5'000'000};  // then see whether the peers live

@@ -21,6 +21,9 @@ inline double now_us() {
 // Throws if this thread was asked to stop (Ctrl-C). The part that knows Python provides it.
 extern void (*check_signals)();
 
+// What a thread that waits does meanwhile for peers that may be waiting for it elsewhere (group.cpp).
+extern void (*while_waiting)();
+
 // Sleeps while the word has the value, for 5 ms at most. True if a signal came meanwhile.
 bool sleep_on(const void* word, uint32_t value);
 void wake_all(const void* word);
@@ -67,6 +70,7 @@ __attribute__((noinline)) void wait_long(const std::atomic<T>& word, std::atomic
     if (ready()) return;
     bool signalled = sleep_on(&word, uint32_t(value));  // a long word's low half
     if (ready()) return;
+    if (while_waiting) while_waiting();
     double now = now_us();
     if (check_signals && (signalled || now - looked_for_signals > SIGNALS_US)) {
       check_signals();

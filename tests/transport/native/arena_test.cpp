@@ -19,13 +19,12 @@ int64_t value(int rank, size_t i, uint64_t call) { return (rank + 1) * 100'000 +
 struct Open {  // a collective whose parts are still to be read
   uint64_t call, until;
   size_t lane, count;
-  std::vector<const uint8_t*> parts;
-  std::vector<std::vector<uint8_t>> copies;
+  Parts parts;
 };
 
 void check(const Open& open, int me) {
-  for (size_t r = 0; r < open.parts.size(); r++) {
-    auto part = reinterpret_cast<const int64_t*>(open.parts[r]);
+  for (size_t r = 0; r < open.parts.data.size(); r++) {
+    auto part = reinterpret_cast<const int64_t*>(open.parts.data[r]);
     for (size_t i = 0; i < open.count; i++)
       if (part[i] != value(r, i, open.call)) {
         std::fprintf(stderr, "rank %d, call %llu, part of %zu: wrong at %zu\n", me,
@@ -51,25 +50,21 @@ void program(Group& g, uint64_t calls, uint64_t seed, bool agree) {
     if (!agree) later = own() % 4;
     while (busy(lane)) lane++;
     std::vector<int64_t> elsewhere(count);
-    auto part = reinterpret_cast<int64_t*>(arena.claim(lane, count * 8));
+    Claimed claimed = arena.claim(lane, count * 8);
+    auto part = reinterpret_cast<int64_t*>(claimed.data);
     if (!part) part = elsewhere.data();
     for (size_t i = 0; i < count; i++) part[i] = value(g.rank(), i, k);
     if (own() % 4 == 0) std::this_thread::yield();
     auto mine = reinterpret_cast<const uint8_t*>(part);
     Call call = Call::all_reduce(count, Type::i64, Op::sum);
-    Open now{k, k + later, lane, count, {}, {}};
-    Parts parts;
+    Open now{k, k + later, lane, count, {}};
     if (halves) {
-      uint64_t announced = arena.announce(call, mine, count * 8);
+      auto announced = arena.announce(call, mine, count * 8);
       if (own() % 2) std::this_thread::yield();
-      parts = arena.collect(announced);
+      now.parts = arena.collect(*announced);
     } else {
-      parts = arena.meet(call, mine, count * 8);
+      now.parts = arena.meet(call, mine, count * 8);
     }
-    for (auto* p : parts.data)
-      if (parts.stay) now.parts.push_back(p);
-      else now.copies.emplace_back(p, p + count * 8);
-    for (auto& copy : now.copies) now.parts.push_back(copy.data());
     open.push_back(std::move(now));
   }
   for (const auto& o : open) check(o, g.rank());

@@ -126,12 +126,11 @@ void orphaned_announcements(uint64_t seed) {
     Arena& arena = groups[r]->arena();
     std::mt19937_64 random(seed);
     for (int64_t k = 0; k < 300; k++) {
-      auto* part = reinterpret_cast<int64_t*>(arena.claim(0, 8));
-      *part = 10 * k + r;
-      uint64_t announced = arena.announce(Call::all_reduce(1, Type::i64, Op::sum),
-                                          reinterpret_cast<uint8_t*>(part), 8);
+      Claimed part = arena.claim(0, 8);
+      *reinterpret_cast<int64_t*>(part.data) = 10 * k + r;
+      auto announced = arena.announce(Call::all_reduce(1, Type::i64, Op::sum), part.data, 8);
       if (random() % 3 == 0) continue;  // an error in between: it is never collected
-      Parts parts = arena.collect(announced);
+      Parts parts = arena.collect(*announced);
       for (int p = 0; p < 2; p++) {
         int64_t found;
         std::memcpy(&found, parts.data[p], 8);
@@ -150,11 +149,11 @@ void orphans_of_one_rank(uint64_t seed) {
     std::mt19937_64 random(seed);
     Call call = Call::all_reduce(COUNT, Type::i64, Op::sum);
     for (int64_t k = 0; k < 40; k++) {
-      auto* part = reinterpret_cast<int64_t*>(arena.claim(0, COUNT * 8));
-      std::fill_n(part, COUNT, k);
-      uint64_t announced = arena.announce(call, reinterpret_cast<uint8_t*>(part), COUNT * 8);
+      Claimed part = arena.claim(0, COUNT * 8);
+      std::fill_n(reinterpret_cast<int64_t*>(part.data), COUNT, k);
+      auto announced = arena.announce(call, part.data, COUNT * 8);
       if (r == 0 && k < 38) continue;  // an error after each of them
-      Parts parts = arena.collect(announced);
+      Parts parts = arena.collect(*announced);
       std::this_thread::yield();
       for (auto* p : parts.data)
         expect(std::count(reinterpret_cast<const int64_t*>(p),
