@@ -1,4 +1,4 @@
-"""Programs that once hung, leaked or got wrong numbers on shared memory, as strangers write them."""
+"""Programs that once hung, leaked or got wrong numbers on shared memory, as people write them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_two_threads_that_make_a_groups_first_call_connect_it_once(shared2):
 
 
 def without_memory(rank):
-    """A limit of the process: its files, and so its shared memory, may not be as large as a ring."""
+    """Its files, and so its shared memory, may not be as large as a ring."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     import signal
 

@@ -25,13 +25,20 @@ class Slot(NamedTuple):
     data: int = 0
 
 
+class Started(NamedTuple):
+    first: int
+    last: int  # of a sum in place it is published when this rank's share is made, else at the start
+    shared: bool = True
+
+
 class RingRank(NamedTuple):
     pc: int = 0  # of its program
-    seq: int = 0  # published so far
+    seq: int = 0  # numbers taken so far
     done: int = 0  # read so far, as the peers see it
-    pending: tuple[int, ...] = ()  # started and not complete
+    pending: tuple[Started, ...] = ()  # started and not complete
     read: int = 0  # peers whose part of the oldest has been read
     writing: bool = False  # the data is in the slot, its number is not
+    completing: int = 0  # so many of the pending are to be completed, whoever has to be waited for
 
 
 class RingState(NamedTuple):
@@ -42,7 +49,8 @@ class RingState(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """A program for each rank of "start", "finish" (the oldest), "send r" and "recv".
+    """A program for each rank of "start", "sum" (start one in place), "finish" (the oldest),
+    "send r" and "recv".
 
     ``in_flight``: a start waits for the oldest when so many are under way.
     """
@@ -52,6 +60,9 @@ class Ring:
     in_flight: int = 2  # half the ring
     waits_until_read: bool = True
     completes_earlier: bool = False  # a start first completes all that are under way
+    # a start that all have published completes all before it
+    published_is_complete: bool = False
+    shares_while_waiting: bool = True  # a rank that waits elsewhere makes its shares
 
     def start(self) -> RingState:
         n = len(self.programs)
@@ -68,155 +79,234 @@ class Ring:
             if rank.pc == len(self.programs[r]):
                 continue
             word, _, peer = self.programs[r][rank.pc].partition(" ")
-            if word == "start":
-                yield from self.started(state, r)
+            if rank.completing:
+                yield from self.oldest_read(state, r, {"completing": rank.completing - 1})
+            elif word in ("start", "sum"):
+                yield from self.started(state, r, word)
             elif word == "finish":
-                yield from self.oldest_read(state, r, then=1)
+                yield from self.oldest_read(state, r, {"pc": rank.pc + 1})
             elif word == "send":
                 sent = replaced(state.sent, int(peer), state.sent[int(peer)] + 1)
                 yield _moved(state._replace(sent=sent), r, pc=rank.pc + 1)
             elif state.sent[r]:
                 sent = replaced(state.sent, r, state.sent[r] - 1)
                 yield _moved(state._replace(sent=sent), r, pc=rank.pc + 1)
+            elif self.shares_while_waiting:  # advance_everywhere
+                yield from (moved for moved in [self.advanced(state, r)] if moved != state)
 
-    def started(self, state: RingState, r: int) -> Iterator[RingState]:
+    def started(self, state: RingState, r: int, word: str) -> Iterator[RingState]:
         """Group::start: make room among those under way, claim a slot, write it, publish it."""
         rank = state.ranks[r]
         too_many = len(rank.pending) >= (1 if self.completes_earlier else self.in_flight)
         if not rank.writing and rank.pending and too_many:
-            yield from self.oldest_read(state, r, then=0)
+            yield from self.oldest_read(state, r, {})
             return
         seq = rank.seq + 1
         at = seq % self.size
         slot = state.slots[r][at]
         if rank.writing:
-            slots = replaced(state.slots, r, replaced(state.slots[r], at, Slot(seq, slot.data)))
-            now = {"seq": seq, "pending": (*rank.pending, seq), "writing": False}
-            yield _moved(state._replace(slots=slots), r, pc=rank.pc + 1, **now)
+            call = Started(seq, seq + (word == "sum"), word == "start")
+            now = {"seq": call.last, "pending": (*rank.pending, call), "writing": False}
+            moved = _moved(_published(state, r, seq, self.size), r, pc=rank.pc + 1, **now)
+            yield self.enqueued(moved, r)
             return
-        read_by_all = all(p.done >= seq - self.size for i, p in enumerate(state.ranks) if i != r)
-        if read_by_all or not self.waits_until_read:  # Group::claim
+        if (
+            self.read_by_peers(state, r, seq - self.size) or not self.waits_until_read
+        ):  # Ring::claim
             slots = replaced(state.slots, r, replaced(state.slots[r], at, Slot(slot.seq, seq)))
             yield _moved(state._replace(slots=slots), r, writing=True)
 
-    def oldest_read(self, state: RingState, r: int, then: int) -> Iterator[RingState]:
+    def enqueued(self, state: RingState, r: int) -> RingState:
+        """Group::enqueue: make shares; that what is ready is completed is left to its wait."""
+        rank = state.ranks[r]
+        if self.published_is_complete and self.published_by_peers(state, r, rank.pending[-1].last):
+            state = _moved(state, r, completing=len(rank.pending))
+        return self.advanced(state, r)
+
+    def advanced(self, state: RingState, r: int) -> RingState:
+        """Group::advance_all: the shares of sums for which all parts are there."""
+        for i, call in enumerate(state.ranks[r].pending):
+            if not call.shared and self.published_by_peers(state, r, call.first):
+                pending = replaced(state.ranks[r].pending, i, call._replace(shared=True))
+                state = _published(_moved(state, r, pending=pending), r, call.last, self.size)
+        return state
+
+    def oldest_read(self, state: RingState, r: int, then: dict) -> Iterator[RingState]:
         """Group::complete_oldest: read each peer's part, once it is there."""
+        if (moved := self.advanced(state, r)) != state:
+            yield moved
+            return
         rank = state.ranks[r]
         if not rank.pending:
-            yield _moved(state, r, pc=rank.pc + then)
+            yield _moved(state, r, **then)
             return
-        seq = rank.pending[0]
+        call = rank.pending[0]
         peers = [p for p in range(len(state.ranks)) if p != r]
-        slot = state.slots[peers[rank.read]][seq % self.size]
-        if slot.seq < seq:  # Group::await
+        slot = state.slots[peers[rank.read]][call.last % self.size]
+        if slot.seq < call.last:  # Ring::await
             return
-        if slot.data != seq:
-            raise Wrong(f"rank {r} reads {slot} for {seq}: {state}")
+        if slot.data != call.last:
+            raise Wrong(f"rank {r} reads {slot} for {call}: {state}")
         if rank.read + 1 < len(peers):
             yield _moved(state, r, read=rank.read + 1)
         else:
-            pending = rank.pending[1:]
-            yield _moved(state, r, pc=rank.pc + then, read=0, done=seq, pending=pending)
+            yield _moved(
+                state, r, **{"read": 0, "done": call.last, "pending": rank.pending[1:]} | then
+            )
+
+    def read_by_peers(self, state: RingState, r: int, seq: int) -> bool:
+        return all(rank.done >= seq for p, rank in enumerate(state.ranks) if p != r)
+
+    def published_by_peers(self, state: RingState, r: int, seq: int) -> bool:
+        at = seq % self.size
+        return all(slots[at].seq >= seq for p, slots in enumerate(state.slots) if p != r)
+
+
+def _published(state: RingState, r: int, seq: int, size: int) -> RingState:
+    slots = replaced(state.slots[r], seq % size, Slot(seq, seq))
+    return state._replace(slots=replaced(state.slots, r, slots))
 
 
 def _moved(state: RingState, r: int, **changes: object) -> RingState:
     return state._replace(ranks=replaced(state.ranks, r, state.ranks[r]._replace(**changes)))
 
 
-# -- the arena: places that are written again, and announcements that nobody collects ---
+# -- the arena: lanes that ranks agree on, spare places, and announcements that nobody collects ---
 
 
-class News(NamedTuple):
-    id: int  # the call that announced it
-    place: int
-    met: bool = False  # all peers have announced theirs
+class Place(NamedTuple):
+    """What a rank says of its part: where it is, and the lane that it claimed."""
+
+    lane: int
+    at: int
+    spare: bool
+
+
+class LaneView(NamedTuple):
+    """What a rank knows of a lane."""
+
+    agreed: int
+    met: int = -1  # the place where the ranks met last
+    last: int = 0  # the last call that was announced in it
 
 
 class ArenaRank(NamedTuple):
-    call: int = 0
-    step: str = "claim"
-    place: int = 0  # where the last part is
-    announced: tuple[News, ...] = ()
-    published: int = 0  # calls announced so far
-    read: int = 0  # peers whose part has been read
+    lanes: tuple[LaneView, ...]
+    pc: int = 0
+    claimed: Place | None = None
+    said: tuple[Place, ...] = ()  # of each call that was announced
+    done: int = 0  # calls that are complete
+    in_place: frozenset[int] = frozenset()  # those whose parts stay where they are
 
 
 class ArenaState(NamedTuple):
     ranks: tuple[ArenaRank, ...]
-    memory: tuple[tuple[int, ...], ...]  # the call whose part is in each place of each rank
+    lanes: tuple[tuple[int, ...], ...]  # of each rank, the call whose part is in each place
+    spares: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Ranks that make ``calls`` collectives; ``orphans[r]`` are calls that r never collects,
-    because its program failed in between."""
+    """A program for each rank of numbers and words: a number claims that lane, writes the part of
+    the next call and announces it; "read k" reads the parts of call k, if it did not fail before.
 
-    orphans: tuple[frozenset[int], ...]
-    calls: int = 4
-    places: int = 2
-    by_id: bool = True  # what is collected is looked up by its id; else by its place
-    meets_before_reuse: bool = True  # a place is claimed when a later call has been met over
+    As the compiler's programs, each reads what it has in a lane before it claims the lane again.
+    """
+
+    programs: tuple[tuple[int | str, ...], ...]
+    places: int = 2  # in a lane
+    spares: int = 3
+    copies_when_complete: bool = True  # else when they are collected
+    claim_completes: bool = True  # a claim first completes what was announced in the lane
+    rounds: int = 2  # from spare places, until a lane is used again
 
     def start(self) -> ArenaState:
-        n = len(self.orphans)
-        return ArenaState((ArenaRank(),) * n, ((0,) * self.places,) * n)
+        n, lanes = len(self.programs), 2
+        ranks = (ArenaRank((LaneView(self.rounds),) * lanes),) * n
+        return ArenaState(ranks, ((0,) * (lanes * self.places),) * n, ((0,) * self.spares,) * n)
 
     def ended(self, state: ArenaState) -> bool:
-        return all(rank.call == self.calls for rank in state.ranks)
+        programs = zip(state.ranks, self.programs, strict=True)
+        return all(rank.pc == len(program) for rank, program in programs)
 
     def after(self, state: ArenaState) -> Iterator[ArenaState]:
         for r, rank in enumerate(state.ranks):
-            if rank.call < self.calls:
-                yield from getattr(self, rank.step)(state, r, rank)
+            if rank.done < len(rank.said):
+                yield from self.complete(state, r, rank)
+            if rank.pc == len(self.programs[r]):
+                continue
+            word = self.programs[r][rank.pc]
+            if isinstance(word, str):
+                yield from self.read(state, r, rank, int(word.removeprefix("read ")))
+            elif rank.claimed is None:
+                yield from self.claim(state, r, rank, word)
+            else:
+                yield self.announce(state, r, rank, rank.claimed)
 
-    def claim(self, state: ArenaState, r: int, rank: ArenaRank) -> Iterator[ArenaState]:
-        """Arena::claim: the next place, never the one where the ranks met last."""
-        place = (rank.place + 1) % self.places
-        last_use = max((news.id for news in rank.announced if news.place == place), default=0)
-        later = [news for news in rank.announced if news.id > last_use]
-        # a peer that has announced a later call has read what was here
-        met = any(news.met or self.announced_by_all(state, news.id) for news in later)
-        if self.meets_before_reuse and last_use and not met:
+    def claim(self, state: ArenaState, r: int, rank: ArenaRank, lane: int) -> Iterator[ArenaState]:
+        """Arena::claim, and the program writes its part."""
+        view, call = rank.lanes[lane], len(rank.said) + 1
+        if self.claim_completes and rank.done < view.last:
+            return  # until it is complete
+        if view.agreed >= self.rounds:
+            place = Place(lane, lane * self.places + (view.met + 1) % self.places, spare=False)
+            lanes = replaced(state.lanes, r, replaced(state.lanes[r], place.at, call))
+            yield self.with_rank(state._replace(lanes=lanes), r, rank._replace(claimed=place))
             return
-        yield self.with_rank(state, r, rank._replace(step="write", place=place))
+        read = min(peer.done for peer in state.ranks)
+        free = [i for i, held in enumerate(state.spares[r]) if held <= read]
+        if free:
+            spares = replaced(state.spares, r, replaced(state.spares[r], free[0], call))
+            place = Place(lane, free[0], spare=True)
+            yield self.with_rank(state._replace(spares=spares), r, rank._replace(claimed=place))
 
-    def write(self, state: ArenaState, r: int, rank: ArenaRank) -> Iterator[ArenaState]:
-        call = rank.call + 1
-        memory = replaced(state.memory, r, replaced(state.memory[r], rank.place, call))
-        moved = self.with_rank(state, r, rank._replace(step="announce"))
-        yield moved._replace(memory=memory)
+    def announce(self, state: ArenaState, r: int, rank: ArenaRank, place: Place) -> ArenaState:
+        said = (*rank.said, place)
+        view = rank.lanes[place.lane]._replace(last=len(said))
+        lanes = replaced(rank.lanes, place.lane, view)
+        rank = rank._replace(said=said, lanes=lanes, claimed=None, pc=rank.pc + 1)
+        return self.with_rank(state, r, rank)
 
-    def announce(self, state: ArenaState, r: int, rank: ArenaRank) -> Iterator[ArenaState]:
-        """Arena::announce; then the program goes on to collect it, or fails."""
-        call = rank.call + 1
-        announced = (*rank.announced, News(call, rank.place))
-        rank = rank._replace(announced=announced, published=call, step="collect")
-        if call in self.orphans[r]:
-            rank = rank._replace(call=call, step="claim")
+    def complete(self, state: ArenaState, r: int, rank: ArenaRank) -> Iterator[ArenaState]:
+        """Arena::read: judge where the parts are, and copy them unless they may stay."""
+        call = rank.done + 1
+        if any(len(peer.said) < call for peer in state.ranks):
+            return
+        where = [peer.said[call - 1] for peer in state.ranks]
+        lanes, in_place = rank.lanes, rank.in_place
+        same = all(place == where[0] for place in where)
+        if same and not where[0].spare:
+            in_place = in_place | {call}
+            met = where[0].at % self.places
+            lanes = replaced(lanes, where[0].lane, lanes[where[0].lane]._replace(met=met))
+        elif all(place.spare and place.lane == where[0].lane for place in where):
+            view = lanes[where[0].lane]
+            met = -1 if view.agreed + 1 == self.rounds else view.met
+            view = view._replace(agreed=view.agreed + 1, met=met)
+            lanes = replaced(lanes, where[0].lane, view)
+        else:
+            for place in where:
+                view = lanes[place.lane]._replace(agreed=0)
+                lanes = replaced(lanes, place.lane, view)
+        if call not in in_place and self.copies_when_complete:
+            self.check(state, r, call)
+        rank = rank._replace(lanes=lanes, in_place=in_place, done=call)
         yield self.with_rank(state, r, rank)
 
-    def collect(self, state: ArenaState, r: int, rank: ArenaRank) -> Iterator[ArenaState]:
-        """Arena::collect: wait until all have announced it, then read every peer's place."""
-        call = rank.call + 1
-        open_ones = [news for news in rank.announced if not news.met]
-        matching = [n for n in open_ones if (n.id == call if self.by_id else n.place == rank.place)]
-        news = matching[0]
-        if not self.announced_by_all(state, news.id):
+    def read(self, state: ArenaState, r: int, rank: ArenaRank, call: int) -> Iterator[ArenaState]:
+        """Arena::collect, and the program reads the parts."""
+        if rank.done < call:
             return
-        peers = [p for p in range(len(state.ranks)) if p != r]
-        found = state.memory[peers[rank.read]][rank.place]
-        if found != call:
-            raise Wrong(f"rank {r} reads call {found} for {call}: {state}")
-        if rank.read + 1 < len(peers):
-            yield self.with_rank(state, r, rank._replace(read=rank.read + 1))
-            return
-        at = rank.announced.index(news)
-        announced = replaced(rank.announced, at, news._replace(met=True))
-        done = rank._replace(call=call, step="claim", announced=announced, read=0)
-        yield self.with_rank(state, r, done)
+        if call in rank.in_place or not self.copies_when_complete:
+            self.check(state, r, call)
+        yield self.with_rank(state, r, rank._replace(pc=rank.pc + 1))
 
-    def announced_by_all(self, state: ArenaState, call: int) -> bool:
-        return all(rank.published >= call for rank in state.ranks)
+    def check(self, state: ArenaState, r: int, call: int) -> None:
+        for p, peer in enumerate(state.ranks):
+            place = peer.said[call - 1]
+            found = (state.spares if place.spare else state.lanes)[p][place.at]
+            if found != call:
+                raise Wrong(f"rank {r} reads call {found} for {call} of rank {p}: {state}")
 
     def with_rank(self, state: ArenaState, r: int, rank: ArenaRank) -> ArenaState:
         return state._replace(ranks=replaced(state.ranks, r, rank))

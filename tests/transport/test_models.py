@@ -67,43 +67,71 @@ def test_more_starts_than_slots_need_a_window():
         explore(Ring(AT_ONCE, in_flight=99))
 
 
-# -- the arena ---
-
-NOBODY: frozenset[int] = frozenset()
-
-
-def fail_at(*calls: int) -> frozenset[int]:
-    return frozenset(calls)
+# A sum in place, a small call behind it, and a call on another group, which is messages here.
+BEHIND_A_SUM = (("sum", "start", "send 1", "recv", "finish", "finish"),) * 1 + (
+    ("sum", "start", "send 0", "recv", "finish", "finish"),
+)
+# One rank waits for the sum before the call on the other group, the other one after it.
+WAITS_FOR_A_SHARE = (("sum", "finish", "send 1", "recv"), ("sum", "send 0", "recv", "finish"))
+SUMS = (("sum", "start", "finish", "sum", "finish", "finish"),) * 2
 
 
 @pytest.mark.parametrize(
-    "orphans",
-    [
-        (NOBODY, NOBODY),
-        (fail_at(1), fail_at(1)),
-        (fail_at(2), NOBODY),
-        (fail_at(1, 2), NOBODY),
-        (fail_at(1), fail_at(2)),
-        (fail_at(1, 3), fail_at(1, 3)),
-        (NOBODY,) * 3,
-        (fail_at(1), NOBODY, fail_at(2)),
-    ],
-    ids=str,
+    "programs",
+    [BEHIND_A_SUM, WAITS_FOR_A_SHARE, SUMS, (("sum", "finish"),) * 3],
+    ids=["behind a sum", "waits for a share", "sums", "three ranks"],
 )
-def test_arena(orphans):
-    assert explore(Arena(orphans)) > 20
+def test_sums_in_place(programs):
+    assert explore(Ring(programs, size=8, in_flight=4)) > 20
 
 
-def test_announcements_known_by_their_place_are_found():
+def test_a_start_that_completes_a_sum_before_it_is_found():
+    sizes = {"size": 8, "in_flight": 4, "shares_while_waiting": False}
+    with pytest.raises(Stuck):
+        explore(Ring(BEHIND_A_SUM, published_is_complete=True, **sizes))
+    explore(Ring(BEHIND_A_SUM, **sizes))
+
+
+def test_a_rank_that_makes_no_shares_while_it_waits_is_found():
+    with pytest.raises(Stuck):
+        explore(Ring(WAITS_FOR_A_SHARE, size=8, in_flight=4, shares_while_waiting=False))
+
+
+# -- the arena ---
+
+ALIKE = (0, "read 1", 0, "read 2", 1, "read 3", 0, "read 4")
+# rank 1 has recompiled: it uses other lanes, and reads later
+OTHER_LANES = ((0, "read 1", 0, "read 2", 0, "read 3"), (0, 1, "read 1", 0, "read 2", "read 3"))
+# rank 1 reads the first to the end, rank 0 uses its lane again; it may fail before it reads
+KEEPS_THE_FIRST = ((0, 0, 0, 0), (0, 1, "read 2", 1, "read 3", 1, "read 1", "read 4"))
+# after two calls for which they disagree they use one lane again
+AGREE_AGAIN = ((1, 0, 0, 0, 0, "read 5"), (0, 1, 0, 0, 0, "read 5"))
+LATE = ((0, 0, 1, "read 2", 0, "read 4", 0, "read 1"), (0, 1, 0, "read 1", 1, 1, "read 2"))
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [(ALIKE,) * 2, OTHER_LANES, KEEPS_THE_FIRST, AGREE_AGAIN, LATE, ((0, 0, "read 2"),) * 3],
+    ids=["alike", "other lanes", "keeps the first", "agree again", "late", "three ranks"],
+)
+def test_arena(programs):
+    assert explore(Arena(programs)) > 20
+
+
+def test_parts_that_are_copied_only_when_they_are_collected_are_found():
     with pytest.raises(Wrong):
-        explore(Arena((fail_at(1), fail_at(1)), by_id=False))
-    explore(Arena((NOBODY, NOBODY), by_id=False))  # without a failure it does no harm
+        explore(Arena(LATE, copies_when_complete=False))
+    explore(Arena((ALIKE,) * 2, copies_when_complete=False))  # as long as they agree
 
 
-def test_a_place_that_a_peer_still_reads_is_found():
+def test_a_claim_that_does_not_complete_what_is_in_its_lane_is_found():
     with pytest.raises(Wrong):
-        explore(Arena((fail_at(1, 2), NOBODY), meets_before_reuse=False))
-    explore(Arena((fail_at(1), NOBODY), meets_before_reuse=False))  # one failure does no harm
+        explore(Arena(KEEPS_THE_FIRST, claim_completes=False))
+
+
+def test_a_lane_that_is_used_again_after_one_call_is_found():
+    with pytest.raises(Wrong):
+        explore(Arena(AGREE_AGAIN, rounds=1))
 
 
 # -- the barrier ---

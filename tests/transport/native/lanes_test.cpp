@@ -123,23 +123,24 @@ void lanes_are_used_again() {
   });
 }
 
-// Two threads of each rank take turns, each reading what it got until its next call.
+// Two threads of each rank take turns: one makes a call now and then, and reads what it got until its
+// next, while the other makes more than a lane has places.
 void two_threads_with_programs() {
-  constexpr int CALLS = 200;
+  constexpr int CALLS = 240, TURN = 12;
   Groups groups = joined(2);
   on_ranks(2, [&](int r) {
     Arena& arena = groups[r]->arena();
     std::atomic<int> next{0};
     auto thread = [&](int which) {
-      for (int k = which; k < CALLS; k += 2) {
+      Parts parts;
+      for (int k = 0, mine = 0; k < CALLS; k++) {
+        if ((k % TURN == 0) != (which == 0)) continue;
         while (next != k) std::this_thread::yield();
+        if (!parts.data.empty()) check(parts, 10 * mine, r);
         Part part(arena, 0, 10 * k + r);
-        Parts parts = arena.meet(ONE, part.data(), 8);
+        parts = arena.meet(ONE, part.data(), 8);
+        mine = k;
         next++;
-        for (int i = 0; i < 50; i++) {  // while the other thread makes its call
-          check(parts, 10 * k, r);
-          std::this_thread::yield();
-        }
       }
     };
     std::thread other([&] { thread(1); });
@@ -262,9 +263,8 @@ void splits_of_one_direction() {
 void round_trips_with_all() {
   Groups groups = joined(3, 20);
   on_ranks(3, [&](int r) {
-    for (int again = 0; again < 2; again++)
-      for (auto [a, b] : {std::pair(0, 1), std::pair(0, 2), std::pair(1, 2)})
-        if (r == a || r == b) expect(groups[r]->round_trip_ns(r == a ? b : a) > 0, "a time", r);
+    for (auto [a, b] : {std::pair(0, 1), std::pair(0, 2)})  // a third pair would help the second on
+      if (r == a || r == b) expect(groups[r]->round_trip_ns(r == a ? b : a) > 0, "a time", r);
   });
 }
 
