@@ -170,6 +170,8 @@ def changes_of(
     if "splits" in args:
         splits = [[x + 1 for x in row] for row in args["splits"]]
         yield "splits", with_args(splits=splits)
+        upper = [[x + (i < j) for j, x in enumerate(row)] for i, row in enumerate(args["splits"])]
+        yield "splits of one direction", with_args(splits=upper)  # the first rank only sends more
     if len(case.shapes) > 1 and case.op in cases.LISTS:
         dims = {"dims": args["dims"][:-1]} if "dims" in args else {}
         shorter = dataclasses.replace(case, shapes=case.shapes[:-1], dtypes=case.dtypes[:-1])
@@ -307,9 +309,7 @@ def faults(t: Trial, seen: Sequence[Played]) -> list[str]:
     if t.changed is None:
         return found
     raised = [played.error for played in seen]
-    # only the receiver of a part knows how long it should be
-    enough = any if t.what == "splits" else all
-    if not enough(error == "CollectiveMismatch" for error in raised):
+    if not all(error == "CollectiveMismatch" for error in raised):
         found.append(f"another {t.what} on rank {t.victim}: the ranks raised {raised}")
     for r, played in enumerate(seen):
         if played.error and played.later != "GroupClosed":

@@ -34,6 +34,7 @@ def test_trials_are_of_all_kinds():
     assert set(ways) == set(fuzz_calls.WAYS)
     changed = Counter(t.what for t in made if t.changed is not None)
     kinds = {"collective", "dtype", "shape", "op", "root", "dim", "sizes", "splits", "list"}
+    kinds |= {"splits of one direction"}
     assert kinds <= set(changed)
     assert all(t.changed != t.calls[t.at] for t in made if t.changed is not None)
 

@@ -90,7 +90,7 @@ def test_reduce_ops_have_the_names_and_the_order_of_the_enum():
 
 def test_sizes():
     assert constant("call.h", "MAX_RANKS") == shared_memory.MAX_RANKS
-    assert constant("arena.h", "PLACE") == one_shot.PLACE_BYTES
+    assert constant("arena_file.h", "PLACE") == one_shot.PLACE_BYTES
 
 
 def names(table: str) -> list[str]:

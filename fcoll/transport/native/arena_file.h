@@ -19,7 +19,7 @@ class ArenaFile {
   static constexpr size_t HELD_SPARES = 63, SPARES = HELD_SPARES + RING + 1;
   static constexpr size_t SPARES_AT = LANES * LANE, BYTES = SPARES_AT + SPARES * PLACE;
 
-  ArenaFile() : own_(std::in_place, BYTES, true) {}
+  ArenaFile() : own_(std::in_place, BYTES, Pages::as_used) {}
   // A peer's, which is opened when something of it is mapped: it takes no file descriptor.
   explicit ArenaFile(const Address& peers) : address_(peers) { SharedFile checked(peers); }
   ~ArenaFile();

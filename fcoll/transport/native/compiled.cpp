@@ -162,6 +162,11 @@ Tensor meet_and_reduce(const Tensor& own, std::string collective, std::string re
   return out;
 }
 
+int64_t lane_disagreements(std::string group_name) {
+  GroupPtr group = served::group_named(group_name);
+  return group ? int64_t(group->arena().disagreements()) : 0;
+}
+
 Tensor symmetric_empty(std::string group_name, int64_t alloc_id, at::IntArrayRef size,
                        at::IntArrayRef stride, at::ScalarType dtype, at::Device device) {
   return c10d::symmetric_memory::empty_strided_p2p(
@@ -190,6 +195,7 @@ TORCH_LIBRARY_FRAGMENT(fcoll_native, m) {
         " Device device) -> Tensor");
   m.def("symmetric_empty(str group_name, int alloc_id, SymInt[] size, SymInt[] stride,"
         " ScalarType dtype, Device device) -> Tensor");
+  m.def("lane_disagreements(str group_name) -> int", &lane_disagreements);
   m.def("meet(Tensor own, str collective, str reduce_op, str group_name, int dim) -> Tensor[]");
   m.def("announce(Tensor own, str collective, str reduce_op, str group_name, int dim) -> Tensor");
   m.def("collect(Tensor token, Tensor own, str collective, str group_name) -> Tensor[]");

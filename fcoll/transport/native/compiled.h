@@ -30,6 +30,9 @@ std::vector<Tensor> collect(const Tensor& token, const Tensor& own, std::string 
 Tensor meet_and_reduce(const Tensor& own, std::string collective, std::string reduce_op,
                        std::string group_name, int64_t dim);
 
+// How many collectives of compiled graphs had parts in different lanes on the ranks, which are copied.
+int64_t lane_disagreements(std::string group_name);
+
 // torch's symmetric memory, for ops of users that find their peers by it. alloc_id: the same
 // memory at every call with it; -1 for memory of its own.
 Tensor symmetric_empty(std::string group_name, int64_t alloc_id, at::IntArrayRef size,

@@ -67,7 +67,7 @@ std::optional<Error> Status::failure() const {
 
 // -- files ----------------------------------------------------------------------------------------
 
-SharedFile::SharedFile(size_t bytes, bool sparse) : bytes_(bytes) {
+SharedFile::SharedFile(size_t bytes, Pages pages) : bytes_(bytes) {
   std::string wish = "cannot allocate " + std::to_string(bytes) + " bytes";
   if (bytes > size_t(INT64_MAX) - 2 * PAGE) fail(wish);
   if (getrandom(&token_, sizeof token_, 0) != sizeof token_) fail("getrandom", errno);
@@ -76,7 +76,7 @@ SharedFile::SharedFile(size_t bytes, bool sparse) : bytes_(bytes) {
   Header h{MAGIC, token_, bytes, {}};
   h.status.cpus = own_cpus();
   h.status.presence = own_presence();
-  if (ftruncate(fd_, whole()) != 0 || (!sparse && fallocate(fd_, 0, 0, whole()) != 0) ||
+  if (ftruncate(fd_, whole()) != 0 || (pages != Pages::as_used && fallocate(fd_, 0, 0, whole()) != 0) ||
       pwrite(fd_, &h, sizeof h, 0) != sizeof h || fcntl(fd_, F_ADD_SEALS, SEALS) != 0) {
     int why = errno;
     close();
@@ -118,8 +118,8 @@ uint8_t* SharedFile::map(size_t at, size_t length) const {
   return made == MAP_FAILED ? nullptr : static_cast<uint8_t*>(made);
 }
 
-uint8_t* SharedFile::map_whole(bool populate) const {
-  int flags = MAP_SHARED | (populate ? MAP_POPULATE : 0);
+uint8_t* SharedFile::map_whole(Pages pages) const {
+  int flags = MAP_SHARED | (pages == Pages::mapped ? MAP_POPULATE : 0);
   void* made = mmap(nullptr, whole(), PROT_READ | PROT_WRITE, flags, fd_, 0);
   return made == MAP_FAILED ? nullptr : static_cast<uint8_t*>(made);
 }
@@ -166,31 +166,38 @@ OwnMemories& own() {
 
 }  // namespace
 
-template <class From>
-Memory::Memory(const From& from, bool populate) : file_(from), base_(file_.map_whole(populate)) {
-  if (!base_) fail("cannot map " + std::to_string(file_.bytes()) + " bytes", errno);
+namespace {
+
+uint8_t* mapped(const SharedFile& file, Pages pages) {
+  if (uint8_t* made = file.map_whole(pages)) return made;
+  fail("cannot map " + std::to_string(file.bytes()) + " bytes", errno);
 }
+
+}  // namespace
+
+Memory::Memory(size_t bytes, Pages pages) : file_(bytes, pages), base_(mapped(file_, pages)) {}
+Memory::Memory(const Address& at, Pages pages) : file_(at), base_(mapped(file_, pages)) {}
 
 Memory::~Memory() { munmap(base_, file_.whole()); }
 
 Status& Memory::status() const { return reinterpret_cast<Header*>(base_)->status; }
 
-std::shared_ptr<Memory> Memory::make(size_t bytes, bool populate) {
-  std::shared_ptr<Memory> made(new Memory(bytes, populate));
+std::shared_ptr<Memory> Memory::make(size_t bytes, Pages pages) {
+  std::shared_ptr<Memory> made(new Memory(bytes, pages));
   std::lock_guard lock(own().mutex);
   std::erase_if(own().by_token, [](const auto& entry) { return entry.second.expired(); });
   own().by_token[made->address().token] = made;
   return made;
 }
 
-std::shared_ptr<Memory> Memory::open(const Address& at, bool populate) {
+std::shared_ptr<Memory> Memory::open(const Address& at, Pages pages) {
   if (at.pid == getpid()) {
     std::lock_guard lock(own().mutex);
     auto found = own().by_token.find(at.token);
     if (found != own().by_token.end())
       if (auto memory = found->second.lock()) return memory;
   }
-  std::shared_ptr<Memory> made(new Memory(at, populate));
+  std::shared_ptr<Memory> made(new Memory(at, pages));
   made->close_fd();  // the mapping is enough
   return made;
 }

@@ -40,14 +40,20 @@ struct Status {
   std::optional<Error> failure() const;  // none unless it failed
 };
 
+// When the pages of a memory are taken from the system. One that cannot be had is an error if they are
+// reserved, and a SIGBUS where it is first used if not.
+enum class Pages {
+  mapped,    // at once, and mapped at once: no faults later
+  reserved,  // at once
+  as_used,   // each at its first use; those that a peer is told of are reserved before
+};
+
 // An open memfd of this process or of a peer. Throws std::runtime_error.
 class SharedFile {
  public:
   static constexpr size_t PAGE = 4096;
 
-  // All of it is taken from the system now, so that no write to it can fail (SIGBUS); or `sparse`:
-  // what is written to has to be reserved first.
-  explicit SharedFile(size_t bytes, bool sparse = false);
+  explicit SharedFile(size_t bytes, Pages = Pages::reserved);
   explicit SharedFile(const Address&);
   ~SharedFile() { close(); }
   SharedFile(const SharedFile&) = delete;
@@ -58,7 +64,7 @@ class SharedFile {
   bool reserve(size_t at, size_t length) const;  // false if there is no memory for it
   // Null if there is no room for it. `at` is a multiple of PAGE, counted from the first page of data.
   uint8_t* map(size_t at, size_t length) const;
-  uint8_t* map_whole(bool populate) const;  // the header, a page, before the data
+  uint8_t* map_whole(Pages) const;  // the header, a page, before the data
   size_t whole() const;
   // Without a mapping; false if it fails.
   bool read(size_t at, void* to, size_t bytes) const;
@@ -74,10 +80,9 @@ class SharedFile {
 // One whole memory, mapped: of this process or of a peer. Throws std::runtime_error.
 class Memory {
  public:
-  // `populate`: take all its pages now, instead of each at its first use.
-  static std::shared_ptr<Memory> make(size_t bytes, bool populate = false);
+  static std::shared_ptr<Memory> make(size_t bytes, Pages = Pages::reserved);
   // One of this process's own is not mapped a second time.
-  static std::shared_ptr<Memory> open(const Address&, bool populate = false);
+  static std::shared_ptr<Memory> open(const Address&, Pages = Pages::as_used);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -89,8 +94,8 @@ class Memory {
   void close_fd() { file_.close(); }  // once no other peer will open it
 
  private:
-  template <class From>
-  Memory(const From&, bool populate);
+  Memory(size_t bytes, Pages);
+  Memory(const Address&, Pages);
 
   SharedFile file_;
   uint8_t* base_ = nullptr;

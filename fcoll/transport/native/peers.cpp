@@ -4,7 +4,7 @@
 
 namespace fcoll {
 
-void Peers::add(int r, const Address& at, bool populate) {
+void Peers::add(int r, const Address& at, Pages pages) {
   // Opened before the token is read: what it watches is the process that holds the token.
   try {
     processes_[r] = Process::of(at.pid);
@@ -12,7 +12,7 @@ void Peers::add(int r, const Address& at, bool populate) {
     throw std::runtime_error(name_of(r) + " " + e.what());
   }
   try {
-    memories_[r] = Memory::open(at, populate);
+    memories_[r] = Memory::open(at, pages);
   } catch (const std::runtime_error& e) {
     throw std::runtime_error(name_of(r) + "'s memory cannot be mapped (" + e.what() + ")");
   }

@@ -17,8 +17,8 @@ class Peers {
   Peers(int rank, int n) : rank_(rank), memories_(n), processes_(n) {}
 
   // Throws std::runtime_error with the reason.
-  void make_own(size_t bytes, bool populate = false) { memories_[rank_] = Memory::make(bytes, populate); }
-  void add(int r, const Address&, bool populate = false);
+  void make_own(size_t bytes, Pages pages) { memories_[rank_] = Memory::make(bytes, pages); }
+  void add(int r, const Address&, Pages);
   void close_fd() { memories_[rank_]->close_fd(); }  // once all have mapped this rank's memory
 
   int rank() const { return rank_; }

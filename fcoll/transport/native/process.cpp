@@ -62,7 +62,7 @@ void hold_over_forks(void* mutex, void (*lock)(void*), void (*unlock)(void*)) {
 
 namespace {
 
-constexpr char PRESENCE_NAME[] = "fcoll-presence";
+constexpr char PRESENCE_NAME[] = "presence:fcoll";  // other than a group's memory (memory.cpp)
 
 struct flock whole_file() {
   struct flock lock{};

@@ -17,7 +17,7 @@ Ring::Ring(int rank, int n, double timeout_s)
     : rank_(rank), n_(n), timeout_s_(timeout_s), born_(fork_count()), peers_(rank, n), segments_(n),
       beacons_(n) {
   try {
-    peers_.make_own(RING_BYTES, true);
+    peers_.make_own(RING_BYTES, Pages::mapped);
   } catch (const std::exception& e) {
     broken_ = e.what();  // join says so
     return;
@@ -41,7 +41,7 @@ std::string Ring::join(const std::vector<Address>& addresses) {
   for (int r = 0; r < n_; r++) {
     if (r == rank_) continue;
     try {
-      peers_.add(r, addresses[r], true);
+      peers_.add(r, addresses[r], Pages::mapped);
     } catch (const std::exception& e) {
       return e.what();
     }

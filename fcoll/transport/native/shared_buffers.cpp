@@ -28,7 +28,7 @@ SharedBuffers::SharedBuffers(int rank, int n, double timeout_ms, std::shared_ptr
       crowded_(n > sysconf(_SC_NPROCESSORS_ONLN)), born_(fork_count()), buffers_(n), pads_(rank, n) {
   buffers_[rank] = std::move(buffer);
   size_t words = round_up(pad_bytes, 64) + round_up(n * sizeof(Word), 64);
-  pads_.make_own(words + sizeof(Said));
+  pads_.make_own(words + sizeof(Said), Pages::reserved);
 }
 
 void SharedBuffers::join(const std::vector<Address>& buffers, const std::vector<Address>& pads) {
@@ -62,7 +62,7 @@ void SharedBuffers::map_peers(const std::vector<Address>& buffers, const std::ve
   };
   // Pads first: through them a rank that cannot go on tells the others.
   for (int r = 0; r < n_; r++)
-    if (r != rank_) checked(r, [&] { pads_.add(r, pads[r]); });
+    if (r != rank_) checked(r, [&] { pads_.add(r, pads[r], Pages::as_used); });
   for (int r = 0; r < n_; r++)
     if (r != rank_) checked(r, [&] { buffers_[r] = Memory::open(buffers[r]); });
 }

@@ -246,7 +246,7 @@ struct Place {  // in an allocation, as the ranks of a group share it
 class Allocator final : public symm::SymmetricMemoryAllocator {
  public:
   void* alloc(size_t bytes, int, const std::optional<string>& group_name) override {
-    auto memory = Memory::make(bytes);
+    auto memory = Memory::make(bytes, Pages::as_used);  // as malloc does
     std::lock_guard lock(mutex);
     allocations_[memory->data()] = {memory, group_name, {}};
     return memory->data();
