@@ -17,9 +17,11 @@ import torch
 from fcoll import units
 from fcoll.graph.nodes import arguments, line_of
 from fcoll.table.collectives import row_of
+from fcoll.transport.native import build
 from inductor_ext._torch import loaded_graphs
 from inductor_ext.choice import Choice, choice_of
 
+_WHY_COPIED = "its ranks ran different graphs"
 _MARK = " fcoll: "  # after what begins a comment, "#" or "//"
 
 
@@ -101,9 +103,21 @@ def _reader(lines: list[str]) -> str:
 
 
 def table(entries: list[Lowered] | None = None) -> str:
-    """The report for people, a line for each collective."""
+    """The report for people: a line for each collective, and one for each group whose ranks have
+    run different graphs."""
     rows = [("collective", "bytes", "group", "form", "read by / why not", "schedule", "at")]
-    for e in report() if entries is None else entries:
+    shown = report() if entries is None else entries
+    for e in shown:
         size = "?" if e.bytes is None else str(e.bytes)
         rows.append((e.op, size, e.group, e.form, e.kernel or e.why, e.plan, e.source))
-    return "\n".join(units.table(rows, "<" * len(rows[0])))
+    lines = units.table(rows, "<" * len(rows[0]))
+    for group in sorted({e.group for e in shown if e.group}):
+        if copied := lane_disagreements(group):
+            lines.append(f'parts on group "{group}" were copied {copied} times: {_WHY_COPIED}')
+    return "\n".join(lines)
+
+
+def lane_disagreements(group: str) -> int:
+    """How many collectives of compiled graphs had their parts in different places on the ranks of a
+    group, as where one of them has recompiled alone: those parts were copied, not read in place."""
+    return torch.ops.fcoll_native.lane_disagreements(group) if build.loaded() else 0

@@ -17,7 +17,7 @@ from fcoll.groups import is_stacked_group
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.table.signature import signed
-from fcoll.transport import shared_memory
+from fcoll.transport import protocol, shared_memory
 from fcoll.transport.protocol import running
 
 
@@ -63,11 +63,10 @@ def wait(x: Tensor) -> Tensor:
     """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
     if is_compiling() or not _torch.plain(x):
         return torch.ops.fcoll.wait_tensor(x)
-    if _torch.work_registry_size():  # else nothing at all is under way
-        try:
-            _torch.wait_plain(x)
-        except RuntimeError as error:
-            raise from_native(error) from None
+    try:
+        protocol.wait(x)
+    except RuntimeError as error:
+        raise from_native(error) from None
     return x
 
 

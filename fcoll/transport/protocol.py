@@ -20,6 +20,7 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.reductions import Reduction, fold
+from fcoll.transport.native import build
 
 Finish = Callable[[], object]
 Started = tuple[dist.Work | None, Finish | None]
@@ -101,7 +102,7 @@ def reduce_scatter_by_exchange(
 
 
 class Then(dist.Work):
-    """Waits for its works, then runs ``finish``: once, whoever waits first.
+    """Waits for its works, then runs ``finish``: once, whoever waits first; others wait for that.
 
     Once, because a second wait for a gloo send waits for a second send.
     """
@@ -110,16 +111,18 @@ class Then(dist.Work):
         super().__init__()
         self.works = works
         self.finish = finish
+        self._waiting = threading.RLock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        works, self.works = self.works, ()
-        failed = [error for work in works if (error := _failure(work, timeout))]
-        if failed:
-            raise failed[0]
-        finish, self.finish = self.finish, None
-        if finish:
-            with torch.no_grad():
-                finish()
+        with self._waiting:
+            works, self.works = self.works, ()
+            failed = [error for work in works if (error := _failure(work, timeout))]
+            if failed:
+                raise failed[0]
+            finish, self.finish = self.finish, None
+            if finish:
+                with torch.no_grad():
+                    finish()
         return True
 
     def registered_for(self, out: Tensor) -> None:
@@ -148,8 +151,43 @@ def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
-        _torch.register_work(out, Then([work], finish) if finish else work)
+        register(out, work if isinstance(work, Then) and not finish else Then([work], finish))
         tell(work, out)
     elif finish:
         finish()
     return out
+
+
+# -- works by the memory that they fill ---
+
+# torch's registry has one for each thread: another thread would find nothing to wait for there, and
+# go on with what has not come. Native works are in one of C++ (finish.cpp).
+_works: dict[int, tuple[Any, Then]] = {}
+_registering = threading.Lock()
+
+
+def register(out: Tensor, work: Then) -> None:
+    """For any thread's ``wait`` to find, and for torch's wait_tensor in this one."""
+    _torch.register_work(out, work)
+    memory = _torch.weak_storage(out)
+    with _registering:
+        for key in [key for key, (known, _) in _works.items() if known.expired()]:
+            del _works[key]  # nobody can wait for it any more
+        _works[memory.cdata] = memory, work
+
+
+def wait(x: Tensor) -> None:
+    """Wait for what is under way for a plain tensor, in whatever thread it was started."""
+    if _works and (known := _works.get(_torch.storage_key(x))):
+        known[1].wait()
+        with _registering:
+            _works.pop(known[0].cdata, None)
+    if build.loaded():
+        torch.ops.fcoll_native.wait(x)
+    if _torch.work_registry_size():
+        _torch.wait_plain(x)
+
+
+def is_idle() -> bool:
+    """Is nothing under way that the C++ fast path does not know?"""
+    return not _works

@@ -230,3 +230,28 @@ def used_after_it_was_destroyed(rank):
 
 def test_a_closed_group_raises(shared2):
     shared2.run(used_after_it_was_destroyed)
+
+
+# -- a thread that uses what another one has started ---
+
+
+def used_in_another_thread(rank, late):
+    g = new_group()
+    fcoll.barrier(g)
+    if rank == late:
+        dist.barrier()  # the other one has started it by then, and may be waiting for it
+    y = fcoll.all_reduce(torch.full((8,), rank + 1.0), group=g)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fcoll.wait_tensor(y).tolist()))
+    thread.start()
+    if rank != late:
+        dist.barrier()
+    thread.join()
+    return found
+
+
+@pytest.mark.parametrize("pool", ["shared2", "ranks2"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_another_thread_waits_for_a_result(pool, late, request):
+    pool = request.getfixturevalue(pool)
+    assert pool.run(used_in_another_thread, late) == [[[3.0] * 8]] * 2

@@ -312,10 +312,11 @@ PyObject* wait_tensor(Args args) {
   if (!THPVariable_CheckExact(args[0]) || !nobody_listens() ||
       !has_plain_keys(THPVariable_Unpack(args[0])))
     return not_served();
-  if (c10d::get_work_registry_size()) {
-    Tensor x = THPVariable_Unpack(args[0]);
+  Tensor x = THPVariable_Unpack(args[0]);
+  {
     WithoutGil released;
-    c10d::wait_tensor(x);
+    served::wait_for(x);
+    if (c10d::get_work_registry_size()) c10d::wait_tensor(x);
   }
   return Py_NewRef(args[0]);
 }

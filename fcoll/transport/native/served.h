@@ -35,8 +35,9 @@ struct Result {
   bool under_way = false;  // a Finish is registered for out, which wait_tensor finds
 };
 
-// So that wait_tensor finds what is under way.
+// So that waits find what is under way.
 void register_finish(const GroupPtr&, uint64_t ticket, const Tensor& out);
+void wait_for(const Tensor&);  // in any thread; at once if nothing is under way for it
 // A new contiguous tensor, without the dispatcher: a third of at::empty's time.
 Tensor empty(const Tensor& like, at::IntArrayRef sizes);
 
