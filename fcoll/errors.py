@@ -255,6 +255,15 @@ class CheckMismatch(CollectiveMismatch):
     last_common: Any = None
 
 
+class GroupMismatch(CheckMismatch):
+    """Ranks that make groups, which would mix up their members or wait for one for ever."""
+
+    hint = (
+        "All ranks must make all groups in the same order, those that they are not in too; or only "
+        "its members make a group, with use_local_synchronization=True, and theirs in one order."
+    )
+
+
 class UnmatchedTransfer(CheckMismatch):
     """A send without its receive, or the other way round, or one that does not fit."""
 

@@ -1,9 +1,10 @@
 """Do all ranks of a program issue collectives that match? Found out before it runs.
 
-The program is traced for each rank, or for ranks that stand for the others. Then three proofs:
-on every group all members make the same calls in the same order, every send meets a receive that
-fits, and no ranks wait for one another in a circle. A wait for a send, as in ``dist.send``, lasts
-until it is received: a backend's buffers may let a small message go, but not one of any size.
+The program is traced for each rank, or for ranks that stand for the others. Then four proofs: the
+members of every new group make it together, on every group all members make the same calls in the
+same order, every send meets a receive that fits, and no ranks wait for one another in a circle. A
+wait for a send, as in ``dist.send``, lasts until it is received: a backend's buffers may let a
+small message go, but not one of any size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from math import prod
 from typing import Any
 
 from fcoll.checking.kinds import Kinds, find_kinds, moved, witnesses
+from fcoll.checking.membership import groups_meet
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import origins_of
 from fcoll.checking.values import Ran, check_size, run_on_ranks
@@ -141,6 +143,7 @@ def check(
         # Some ranks run a backward pass: those that do not have forgotten it, and get none.
         board.mode = "forward"
         traced, programs, complete = _traced(board, ranks, size, tell)
+    groups_meet(programs)
     known = Known(programs)
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
@@ -210,11 +213,12 @@ def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, Program], bool]:
 
 def _order(program: Program) -> tuple[Any, ...]:
     """In what order a rank meets others: if it is all ranks' order, nobody waits in a circle."""
-    return tuple(
+    calls = tuple(
         (kind, program.calls[i].group) if not program.calls[i].row.is_p2p else (kind, i, "message")
         for kind, i in program.events
         if kind == "start" or program.calls[i].row.is_p2p
     )
+    return *calls, *program.new_groups
 
 
 # -- what a rank does ---
@@ -240,6 +244,7 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
         origins_of(traced.graph_module.graph, calls, rank),
         traced.notes,
         traced.own_backward,
+        traced.new_groups,
     )
 
 

@@ -140,7 +140,8 @@ def moved(program: Program, rank: int, world: Alike) -> Program:
             for ((ranks, i), k), terms in program.origins.sent.items()
         },
     )
-    return Program(rank, calls, program.events, (), origins)
+    made = program.new_groups
+    return Program(rank, calls, program.events, (), origins, new_groups=made)
 
 
 def _moved(term: Term, groups: dict[Any, Any], rank: int) -> Term:

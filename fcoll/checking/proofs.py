@@ -13,6 +13,7 @@ from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, ha
 from fcoll.checking.sizes import Sizes, apart, differ
 from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
 from fcoll.graph.issued import SPLITS, Issued, describe, messages_of
+from fcoll.tracing.new_groups import NewGroup
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Program:
     origins: Origins = field(default_factory=Origins)  # of sizes that only a run knows
     notes: tuple[str, ...] = ()  # of its trace
     own_backward: bool = False  # does the step run a backward pass itself?
+    new_groups: tuple[NewGroup, ...] = ()  # that building it and the step make
 
     def transfers(self) -> Iterator[Transfer]:
         return itertools.chain.from_iterable(transfers_of(c, self.rank) for c in self.calls)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from fcoll.errors import CollectiveTimeout, Deadlock
+from fcoll.errors import CollectiveTimeout, Deadlock, GroupMismatch
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
 from fcoll.simulation.channel import Channel
@@ -16,7 +16,7 @@ from fcoll.simulation.reports import deadlock, names
 from fcoll.simulation.schedules import Choices
 from fcoll.simulation.store import SimulatedStore
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import user_site
+from fcoll.source import show, user_site
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's, of a group
 POLLS = 1_000  # of each rank, in a row: looks at what does not change are a deadlock
@@ -54,6 +54,7 @@ class Session:
         self._limits: dict[Rank, tuple[timedelta, float, Awaited]] = {}
         self._polls = 0
         self._made: dict[Any, int] = {}
+        self._named: dict[Any, tuple[tuple[int, ...], int, str]] = {}  # -> ranks, who, said of it
         self._sent: dict[tuple[int, int], int] = {}
 
     # -- what ranks share ---
@@ -72,6 +73,19 @@ class Session:
             made.dead.update(ranks.index(r) for r in self.killed if r in ranks)
             self.channels[key] = made, Mailbox(made, self)
         return self.channels[key]
+
+    def name_group(self, me: Rank, name: str, ranks: tuple[int, ...]) -> None:
+        """A rank makes a group of this name, by which its members find one another in the store.
+        Names are numbers of groups that a rank has made: groups that share one would mix up their
+        members, unless each is of one rank, which looks for nobody."""
+        line = show(site) if (site := user_site()) else "?"
+        made = ranks, me.number, f"rank {me.number} makes a group of {list(ranks)}, at {line}"
+        first = self._named.setdefault((name, me.world.inits), made)
+        if first[0] != ranks and max(len(first[0]), len(ranks)) > 1:
+            message = f"{first[2]}, where {made[2]}: both would have the same name."
+            error = GroupMismatch(message=f"{message} {GroupMismatch.hint}")
+            error.ranks = first[1], me.number
+            raise error
 
     def store(self, address: str, times: int) -> SimulatedStore:
         return self.stores.setdefault((address, times), SimulatedStore())

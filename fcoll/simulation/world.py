@@ -171,6 +171,7 @@ def _new_group(
         return existing, me.world.pg_map[existing][1]
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
+    me.session.name_group(me, group_name, ranks or tuple(range(me.session.n)))
     pg = make_group(
         group_name,
         ranks or tuple(range(me.session.n)),
@@ -179,7 +180,8 @@ def _new_group(
         store,
         timeout,
     )
-    pg.start("new_group" if ranks else "init_process_group", (), Part()).wait()
+    named = (f"name {group_name.removeprefix(PREFIX)[:8]}",) if ranks else ()
+    pg.start("new_group" if ranks else "init_process_group", named, Part()).wait()
     tags = {"pg_tag": f"user:{pg_tag}"} if pg_tag else {"add_to_default_tag": True}
     _register(pg, backend, **tags)
     return pg, pg.store

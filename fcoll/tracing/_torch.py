@@ -66,6 +66,19 @@ def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
+def around_new_groups(note: Callable[[Sequence[int], bool], None]) -> Iterator[None]:
+    """Call note(ranks, by members only) where torch names a group that is about to be made."""
+    name = c10d._process_group_name
+
+    def noted(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+        note(ranks, use_hashed_name)
+        return name(ranks, use_hashed_name)
+
+    with replaced(c10d, {"_process_group_name": noted}):
+        yield
+
+
+@contextmanager
 def functions_replaced(functions: dict[str, Any]) -> Iterator[None]:
     """Inside, torch has these functions.
 

@@ -16,6 +16,7 @@ from fcoll.errors import Deadlock, UnmatchedTransfer
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.asking import asking
 from fcoll.tracing.fake_world import fake_world
+from fcoll.tracing.new_groups import noted
 from fcoll.tracing.told import Asked, Key, Said, Talk, talking
 from fcoll.tracing.trace import Mode, Trace, trace
 
@@ -51,8 +52,10 @@ class Board:
         with talking(Talk(self.said, wanted)):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with asking(alike) if alike is not None else nullcontext():
-                fn, args = self.build(mesh)
+                with noted() as before:
+                    fn, args = self.build(mesh)
                 made = trace(fn, *args, mode=self.mode)
+            made.new_groups = (*before, *made.new_groups)
             made.take(self.sizes)
             if alike is not None:
                 alike.issued(made.collectives)

@@ -31,6 +31,7 @@ from fcoll.tracing import _torch, ddp
 from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fake_world import current_axes
 from fcoll.tracing.fakes import Found, faked, reachable
+from fcoll.tracing.new_groups import NewGroup, noted
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import CompiledRecorder, Recorder, parts_of
 from fcoll.tracing.values import Values, line_of
@@ -56,6 +57,7 @@ class Trace:
     taken: Mapping[str, int] = {}  # the values of sizes that were given by take()
     layouts: tuple[dict[str, str], ...] = ()  # a card of each layout of sharded tensors in it
     own_backward: bool = False  # did the step run a backward pass itself?
+    new_groups: tuple[NewGroup, ...] = ()  # that it made
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class _Step:
             kind = CompiledRecorder if self.mode == "compiled" else Recorder
             recorder = kind(_names(tensors), self.found.modules, self.caller, self.fake)
             try:
-                with self._reading(values, recorder), self._reducers(recorder):
+                with self._reading(values, recorder), self._reducers(recorder), noted() as groups:
                     out = self._call(args, kwargs, recorder)
             except _torch.NO_VALUE as error:
                 raise DataDependent(line=line_of(error), why="") from None
@@ -335,6 +337,7 @@ class _Step:
         made.notes = tuple(dict.fromkeys(recorder.notes))
         made.layouts = _distinct([*self._layouts_given(), *values.layouts])
         made.own_backward = self.own_backward
+        made.new_groups = tuple(groups)
         return made
 
     def _call(self, args: Any, kwargs: Any, recorder: Recorder) -> Any:

@@ -91,11 +91,6 @@ def a_group_that_one_rank_does_not_make(rank):
         dist.new_group([0, 1, 2])  # 0 2
 
 
-def groups_made_in_another_order(rank):
-    for ranks in [[0, 1], [1, 2]] if rank != 1 else [[1, 2], [0, 1]]:
-        dist.new_group(ranks)  # 0 1 2
-
-
 def a_collective_against_a_message(rank):
     if rank == 0:
         dist.broadcast(x(), 0)  # 0
@@ -142,6 +137,11 @@ def ops_differ(rank):
         dist.all_reduce(x())  # 1
     else:
         dist.broadcast(x(), 0)  # 0
+
+
+def groups_made_in_another_order(rank):
+    for ranks in [[0, 1], [1, 2]] if rank != 1 else [[1, 2], [0, 1]]:
+        dist.new_group(ranks)  # 0 1
 
 
 def orders_differ(rank):

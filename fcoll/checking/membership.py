@@ -1,0 +1,40 @@
+"""Do the members of every new group make it together? Else they would wait in dist.new_group."""
+
+from __future__ import annotations
+
+from fcoll.checking.proofs import Program
+from fcoll.errors import GroupMismatch
+from fcoll.tracing.new_groups import NewGroup, names
+
+
+def groups_meet(programs: dict[int, Program]) -> None:
+    """Raise for the first group that a rank makes and another member does not, or of whose name
+    another rank makes another group. A group of one rank meets nobody."""
+    made = {rank: dict(names(rank, program.new_groups)) for rank, program in programs.items()}
+    for rank, groups in made.items():
+        for name, group in groups.items():
+            if rank not in group.ranks or len(group.ranks) == 1:
+                continue
+            for other in made:
+                theirs = made[other].get(name)
+                if theirs is not None and theirs.ranks == group.ranks:
+                    continue
+                if other in group.ranks or (theirs is not None and other in theirs.ranks):
+                    _raise(programs, rank, group, other, theirs)
+
+
+def _raise(
+    programs: dict[int, Program], rank: int, group: NewGroup, other: int, theirs: NewGroup | None
+) -> None:
+    same_ranks = [g for g in programs[other].new_groups if g.ranks == group.ranks]
+    if theirs is not None:
+        why, there = "groups are made in different orders", str(theirs)
+    elif same_ranks:
+        why, there = "as another one of its groups", f"{same_ranks[0]}, after other groups"
+    else:
+        why, there = "a member does not make it", "makes no more groups"
+    lines = [f"on the new group of ranks {list(group.ranks)}: {why}"]
+    lines += [f"  rank {rank}: {group}", f"  rank {other}: {there}", GroupMismatch.hint]
+    error = GroupMismatch(message="\n".join(lines))
+    error.ranks = rank, other
+    raise error
