@@ -55,6 +55,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_is_over() -> bool:
+    """Is it a callback at the end of a backward that runs in this thread: no node of it does?"""
+    return in_backward() and torch._C._current_autograd_node() is None
+
+
 def after_backward(callback: Callable[[], Any]) -> None:
     """Call it when the backward that runs has computed all gradients, in the order given."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -121,9 +121,11 @@ class SimulatedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """In a backward (DDP's reducer) C++ waits for it when all gradients are there: a callback
-        ahead of that wait lets the other ranks run. Elsewhere Python's ``wait`` does."""
+        ahead of that wait lets the other ranks run. Where that time has come (a static graph's
+        first backward starts its calls and waits for them in one callback) it is waited for here.
+        Elsewhere Python's ``wait`` lets others run."""
         self.rank.session.unasked.discard(self)
-        if self.done:
+        if self.done or _torch.backward_is_over():
             self.wait()  # raises if it failed
         if self.future is None:
             self.future = _Future(self)
