@@ -45,6 +45,20 @@ PYTHON_WORLD = private(c10d.__name__, "_World")
 INIT_CODE = inspect.unwrap(c10d.init_process_group).__code__
 
 
+def _backends(backend: Any) -> set[str]:
+    """Those of the devices in "cpu:gloo,cuda:nccl"."""
+    return set(BackendConfig(dist.Backend(backend)).get_device_backend_map().values())
+
+
+def is_fake(backend: Any) -> bool:
+    return _backends(backend) == {dist.Backend.FAKE}
+
+
+def registered_backends(backend: Any) -> list[str]:
+    """Those that are no part of torch."""
+    return sorted(name for name in _backends(backend) if name.upper() in dist.Backend._plugins)
+
+
 def forget_seen_warnings() -> None:
     """After the filters have been replaced: Python keeps what it made of the old ones."""
     warnings._filters_mutated()  # type: ignore[attr-defined]

@@ -52,6 +52,7 @@ class Settings:
         self.dtype = torch.get_default_dtype()
         self.filters = warnings.filters  # type: ignore[assignment]
         self.show_warning = warnings.showwarning
+        self.env = {name: os.environ.get(name) for name in self.env}
         if self.others is not None:
             self.others = _other_generators()
 

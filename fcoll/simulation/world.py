@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ from fcoll.simulation.baton import this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.moves import Part
 from fcoll.simulation.work import wait_for_future
+from fcoll.source import user_line
 
 PREFIX = "simulated_"  # of groups' names: they are not those of real groups
 
@@ -163,6 +165,11 @@ def _new_group(
     if enable_reconfigure:
         what = "init_process_group(enable_reconfigure=True)"
         raise NotOnSimulatedRanks(what=what, hint="Leave it out: no rank joins later.")
+    if _torch.is_fake(backend):  # it exchanges nothing: each rank may have any world of its own
+        rest = backend_options, timeout, pg_tag, device_id, group_desc
+        where = group_size, group_rank, global_ranks_in_group
+        return original(*where, backend, store, group_name, *rest)
+    _warn_of_replaced(backend)
     ranks = tuple(global_ranks_in_group)
     if not ranks:
         _check_place(group_rank, group_size)
@@ -185,6 +192,15 @@ def _new_group(
     tags = {"pg_tag": f"user:{pg_tag}"} if pg_tag else {"add_to_default_tag": True}
     _register(pg, backend, **tags)
     return pg, pg.store
+
+
+def _warn_of_replaced(backend: Any) -> None:
+    for name in _torch.registered_backends(backend):
+        message = (
+            f"simulated ranks take the place of the backend {name!r} at {user_line()}, which was "
+            "registered by dist.Backend.register_backend: it is not made, nor are its options used"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def make_group(
@@ -239,7 +255,8 @@ def end_world() -> None:
             work.abandoned = True
             _torch.forget_work(work.tensors)
     for pg in list(me.world.pg_names):
-        pg.shutdown()
+        if isinstance(pg, SimulatedGroup):
+            pg.shutdown()
     _torch.unregister_all_groups()
     me.world = RankWorld()
 
