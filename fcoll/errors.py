@@ -6,6 +6,7 @@ Every template says what is wrong, where (``{at}`` becomes ", at model.py:31") a
 from __future__ import annotations
 
 import re
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
 from fcoll import _torch
@@ -313,6 +314,31 @@ class BadSymmetricCall(FcollError, RuntimeError):
         "{message}{at}. Its tensors are contiguous, of one dtype, and for most ops made by "
         "torch.distributed._symmetric_memory.empty, on all ranks of the group."
     )
+
+
+class NeverRan(FcollError):
+    """A generator or coroutine function in place of a program: a call of it runs none of it."""
+
+    template = (
+        "{op}: the function gave {kind}{at}, and none of it has run. Give a plain function: {hint}."
+    )
+
+
+_UNRUN = {
+    GeneratorType: ("a generator", "lambda *args: list(fn(*args))"),
+    CoroutineType: ("a coroutine", "lambda *args: asyncio.run(fn(*args))"),
+    AsyncGeneratorType: ("an async generator", "one that goes through it, by asyncio.run"),
+}
+
+
+def ran(op: str, result: Any) -> Any:
+    """What a program gave ``op``, unless that is the program itself, not yet run."""
+    found = _UNRUN.get(type(result))
+    if found is None:
+        return result
+    if isinstance(result, CoroutineType):
+        result.close()  # else Python warns that it was never awaited
+    raise NeverRan(op=op, kind=found[0], hint=found[1])
 
 
 class RankFailed(FcollError, RuntimeError):

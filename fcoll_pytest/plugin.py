@@ -83,11 +83,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     fn, names = pyfuncitem.obj, pyfuncitem._fixtureinfo.argnames
     given = {name: pyfuncitem.funcargs[name] for name in names}
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
         mine = {k: rank if isinstance(v, _EachRanks) else v for k, v in given.items()}
         made = fn(**mine)
         if inspect.iscoroutine(made):  # of an async def, which would pass without having run
-            asyncio.run(made)
+            return asyncio.run(made)
+        return made
 
     World(marker.args[0], **marker.kwargs).run(body)
     return True

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fcoll.eager import async_tensor
-from fcoll.errors import BadOption, RankFailed, RanksTimeout
+from fcoll.errors import BadOption, RankFailed, RanksTimeout, ran
 from fcoll.simulation import _torch, world
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault
@@ -120,7 +120,8 @@ def _run(
         with torch.autograd.set_multithreading_enabled(False):
             if not baton.stopping:
                 world.begin_world(backend)
-                results[rank.number] = _torch.waited_for(fn(rank.number))
+                result = ran("simulate_ranks", fn(rank.number))
+                results[rank.number] = _torch.waited_for(result)
     except RankKilled:
         pass
     except RankStopped:

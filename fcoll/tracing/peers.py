@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from fcoll.errors import Deadlock, UnmatchedTransfer
+from fcoll.errors import Deadlock, UnmatchedTransfer, ran
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.asking import asking
 from fcoll.tracing.fake_world import fake_world
@@ -53,7 +53,7 @@ class Board:
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with asking(alike) if alike is not None else nullcontext():
                 with noted() as before:
-                    fn, args = self.build(mesh)
+                    fn, args = ran("build", self.build(mesh))
                 made = trace(fn, *args, mode=self.mode)
             made.new_groups = (*before, *made.new_groups)
             made.take(self.sizes)

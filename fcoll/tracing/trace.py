@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils._pytree import tree_iter, tree_map
 
-from fcoll.errors import BadOption, DataDependent, UntraceableDDP
+from fcoll.errors import BadOption, DataDependent, UntraceableDDP, ran
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.sizes import born_at, by_symbol, from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
@@ -344,7 +344,7 @@ class _Step:
         """Run the program, recording; and its backward pass, if it did not run one."""
         around = _torch.around_backward(recorder.runs_backward)
         with around, recorder.listening(), self._compiled(recorder) as step:
-            out = step(*args, **kwargs)
+            out = ran("trace", step(*args, **kwargs))
             self.own_backward = recorder.ran_backward
             if self.mode != "forward" and not self.own_backward:
                 backward_of(out)

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fcoll.errors import BadMesh
+from fcoll.errors import BadMesh, ran
 from fcoll.simulation.batched import _torch, kernels, traced
 from fcoll.simulation.batched import shortcuts as _shortcuts  # noqa: F401  stages look for them
 from fcoll.simulation.batched.arguments import Given, only_tensors
@@ -95,6 +95,8 @@ class Simulated:
             a, k, restore = given.filled(mapped)
             try:
                 out = self.fn(*a, **k)
+                if not is_compiling():
+                    ran("simulate", out)
             finally:
                 restore()
             leaves, rebuilt = _flat(out)
