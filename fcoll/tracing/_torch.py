@@ -602,6 +602,11 @@ def boxed_reduce_op(op: Any) -> str:
     return names[int(op.op())].lower()
 
 
+def dispatch_modes() -> list[Any]:
+    """Those that see the ops of this thread."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
 def storage_id(x: torch.Tensor) -> int:
     """Tensors with the same one share memory, as long as one of them lives."""
     return x.untyped_storage()._cdata

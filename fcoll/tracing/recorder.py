@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any
@@ -493,6 +493,17 @@ class CompiledRecorder(Recorder):
     @torch.compiler.disable
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def others_paused() -> Iterator[None]:
+    """Inside, traces that are under way in this thread record nothing: a trace that a traced step
+    makes is no part of it."""
+    with ExitStack() as stack:
+        for mode in _torch.dispatch_modes():
+            if isinstance(mode, Recorder):
+                stack.enter_context(mode.paused())
+        yield
 
 
 def parts_of(x: Tensor) -> list[Tensor]:

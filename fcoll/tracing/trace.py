@@ -33,7 +33,7 @@ from fcoll.tracing.fake_world import current_axes
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.new_groups import NewGroup, noted
 from fcoll.tracing.reading import reading, reading_compiled
-from fcoll.tracing.recorder import CompiledRecorder, Recorder, parts_of
+from fcoll.tracing.recorder import CompiledRecorder, Recorder, others_paused, parts_of
 from fcoll.tracing.values import Values, line_of
 from fcoll.tracing.variants import settled
 from fcoll.units import show_bytes, table
@@ -266,7 +266,7 @@ def trace(fn: Callable[..., Any], *args: Any, mode: Mode = "joint", **kwargs: An
     if mode == "compiled" and any(map(_torch.is_ddp, found.modules)):
         raise UntraceableDDP(mode=mode)
     step = _Step(fn, args, kwargs, mode, found, caller=sys._getframe(1))
-    with _no_collection():
+    with _no_collection(), others_paused():
         traced, notes = settled(step.run)
     traced.notes += notes
     log.debug("%s", traced)
