@@ -280,6 +280,11 @@ class DataDependent(FcollError):
         "know, keep the decision inside tensors (torch.where), or say which way a trace goes: "
         "`if fcoll.assume(condition, False):`."
     )
+    line: str = ""
+    shared: str | None = None  # a digest of the condition, where all ranks share the value
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args, {k: getattr(self, k) for k in ("rank", "line", "shared")}
 
 
 class NeedsPeers(FcollError):

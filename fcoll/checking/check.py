@@ -22,7 +22,7 @@ from fcoll.checking.membership import groups_meet
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import origins_of
 from fcoll.checking.values import Ran, check_size, run_on_ranks
-from fcoll.errors import BadMesh, FcollError
+from fcoll.errors import BadMesh, DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
 from fcoll.tracing.alike import Alike
@@ -33,6 +33,7 @@ from fcoll.tracing.workers import Tracer
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 Progress = Callable[[int, int], None]
 EVERY_RANK_UP_TO = 16  # ranks are all traced; of more one of each kind
+MOST_SHARED = 4  # decisions by values that all ranks share, of which both ways are proved
 MOST_RUN = 1024  # ranks that are run against each other, where their orders differ
 
 
@@ -138,8 +139,40 @@ def check(
     if values:
         check_size(axes)
     board = Board(build, axes, mode, given or {})
+    ways, decided = _all_ways(board, lambda: _proved(board, ranks, size, tell))
+    most = max(ways, key=lambda way: way.calls)
+    ran = run_on_ranks(build, axes, board.mode, progress) if values else Ran()
+    shown = set(map(str, most.findings))
+    others = {str(f): f for way in ways for f in way.findings if str(f) not in shown}
+    findings = *most.findings, *others.values()
+    notes = [note for way in ways for note in way.notes]
+    return Checked(
+        mesh=axes,
+        ranks_traced=most.ranks_traced,
+        groups=most.groups,
+        calls=most.calls,
+        findings=(*findings, *(Finding(rank, None, what) for rank, what in ran.findings)),
+        notes=tuple(dict.fromkeys([*decided, *notes, *ran.notes])),
+        values=ran.ranks,
+        all_ranks=all(way.all_ranks for way in ways),
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What was proved of the program, with one answer to each decision that all ranks share."""
+
+    ranks_traced: tuple[int, ...]
+    groups: int
+    calls: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    all_ranks: bool
+
+
+def _proved(board: Board, ranks: Iterable[int] | str | None, size: int, tell: Progress) -> _Way:
     traced, programs, complete = _traced(board, ranks, size, tell)
-    if mode == "joint" and len({p.own_backward for p in traced.values()}) > 1:
+    if board.mode == "joint" and len({p.own_backward for p in traced.values()}) > 1:
         # Some ranks run a backward pass: those that do not have forgotten it, and get none.
         board.mode = "forward"
         traced, programs, complete = _traced(board, ranks, size, tell)
@@ -148,21 +181,51 @@ def check(
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
     no_deadlock(programs)
-    traces = itertools.chain.from_iterable(p.notes for p in traced.values())
-    ran = run_on_ranks(build, axes, board.mode, progress) if values else Ran()
-    return Checked(
-        mesh=axes,
+    return _Way(
         ranks_traced=tuple(sorted(traced)),
         groups=groups,
         calls=sum(len(p.calls) for p in traced.values()),
-        findings=(
-            *(f for _, p in sorted(programs.items()) for f in p.findings),
-            *(Finding(rank, None, what) for rank, what in ran.findings),
-        ),
-        notes=tuple(dict.fromkeys([*known.notes, *traces, *ran.notes])),
-        values=ran.ranks,
+        findings=tuple(f for _, p in sorted(programs.items()) for f in p.findings),
+        notes=(*known.notes, *(note for p in traced.values() for note in p.notes)),
         all_ranks=complete,
     )
+
+
+def _all_ways(board: Board, prove: Callable[[], _Way]) -> tuple[list[_Way], list[str]]:
+    """What is proved with each answer to the decisions that all ranks take alike, by values that
+    they share, where what they issue depends on them; and notes on these decisions."""
+    ways: list[_Way] = []
+    lines: dict[str, str] = {}  # of the decisions, by digest
+    left: DataDependent | None = None  # the first that was not followed
+    todo: list[dict[str, bool]] = [{}]
+    while todo:
+        board.agreed = answers = todo.pop(0)
+        try:
+            ways.append(prove())
+        except DataDependent as error:
+            if error.shared is None:
+                raise
+            if len(answers) == MOST_SHARED:
+                left = left or error
+                continue
+            lines[error.shared] = error.line
+            todo += [{**answers, error.shared: answer} for answer in (False, True)]
+        except FcollError as error:
+            for digest, answer in answers.items():
+                error.add_note(
+                    f"where the value at {lines[digest]}, which ranks share, is {answer}"
+                )
+            raise
+    if left is not None and not ways:
+        raise left
+    return ways, [*_on_decisions(dict.fromkeys(lines.values()), left)]
+
+
+def _on_decisions(lines: Iterable[str], left: DataDependent | None) -> Iterator[str]:
+    for line in lines:
+        yield f"{line} decides by a value that all ranks share: proved for both ways"
+    if left is not None:
+        yield f"not followed: runs with more than {MOST_SHARED} such decisions, as at {left.line}"
 
 
 def _traced(

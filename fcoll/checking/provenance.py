@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 
 from fcoll.graph import _torch
 from fcoll.graph.issued import SPLITS, Issued
+from fcoll.graph.memory import Memory
 from fcoll.graph.nodes import arguments, is_wait, row_of_node
 
 Term = tuple[Any, ...]
@@ -99,28 +100,14 @@ class _Elements:
     def __init__(self, graph: Graph, calls: tuple[Issued, ...], rank: int) -> None:
         self.rank, self.keys = rank, call_keys(calls)
         self._known: dict[Node, Terms] = {}
-        self._place = {node: i for i, node in enumerate(graph.nodes)}
-        self._memory: dict[Node, Node] = {}  # the node that made the memory that a value lies in
-        self._writes: dict[Node, list[int]] = {}  # where that memory is written to
-        for node in graph.nodes:
-            self._note_memory(node)
-
-    def _note_memory(self, node: Node) -> None:
-        written = [arguments(node)[name] for _, name in _torch.op_writes(node.target)]
-        written = [x for x in written if isinstance(x, Node)]
-        views = is_wait(node) or node.target is operator.getitem or _torch.op_is_view(node.target)
-        source = written[0] if written else node.args[0] if views and node.args else node
-        self._memory[node] = self._memory.get(source, node)
-        for x in written:
-            self._writes.setdefault(self._memory[x], []).append(self._place[node])
+        self._memory = Memory(graph)
 
     def of(self, node: Node, reader: Node) -> Terms | None:
         """The terms of a tensor as ``reader`` sees it; None if it is too large, or written to
         between the node and its reader, maybe through a view."""
         if not _is_small(node):
             return None
-        begin, end = self._place[node], self._place[reader]
-        if any(begin < i < end for i in self._writes.get(self._memory[node], ())):
+        if not self._memory.is_kept(node, reader):
             return None
         if node not in self._known:
             self._known[node] = self._terms(node)

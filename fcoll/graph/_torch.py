@@ -152,6 +152,13 @@ def symbol_name(size: Any) -> str | None:
     return str(expr) if isinstance(expr, sympy.Symbol) else None
 
 
+def symbols_of(value: Any) -> set[str]:
+    """The symbols in a number that only a run knows: {"u0"}, {"zuf1"}."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set()
+    return {str(x) for x in value.node.expr.free_symbols}
+
+
 #: The functions that torch's expressions of sizes have besides sympy's own.
 _sympy_functions = private("torch.utils._sympy.functions")
 SYMPY_FUNCTIONS = {

@@ -19,6 +19,7 @@ from fcoll.tracing.fake_world import fake_world
 from fcoll.tracing.new_groups import noted
 from fcoll.tracing.told import Asked, Key, Said, Talk, talking
 from fcoll.tracing.trace import Mode, Trace, trace
+from fcoll.tracing.values import agreeing
 
 Build = Callable[[Any], Any]
 
@@ -32,6 +33,7 @@ class Board:
     mode: Mode = "joint"
     sizes: Mapping[str, int] = field(default_factory=dict)  # by symbol or line
     said: dict[Key, Any] = field(default_factory=dict)
+    agreed: Mapping[str, bool] = field(default_factory=dict)  # decisions by values all ranks share
 
     @contextmanager
     def traced(self, rank: int, alike: Alike | None = None) -> Iterator[Trace]:
@@ -49,7 +51,7 @@ class Board:
     def _run(
         self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
-        with talking(Talk(self.said, wanted)):
+        with talking(Talk(self.said, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with asking(alike) if alike is not None else nullcontext():
                 with noted() as before:

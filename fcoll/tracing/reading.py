@@ -73,7 +73,9 @@ def _of_tensors(is_written: Callable[[Tensor], bool]) -> dict[str, Any]:
 
     def item(x: Tensor) -> Any:
         found = read(x)
-        return Unknown(current().number) if isinstance(found, SymFloat) else found
+        if not isinstance(found, SymFloat):
+            return found
+        return Unknown.made(current().number, str(_torch.expression(found)))
 
     def tolist(x: Tensor) -> Any:
         if isinstance(x, _torch.FakeTensor) or not is_written(x):

@@ -32,6 +32,7 @@ from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch, c10d, objects, pipelines, told
 from fcoll.tracing.fakes import Results
+from fcoll.tracing.shared_values import digest_of
 from fcoll.tracing.values import user_line
 
 
@@ -324,6 +325,10 @@ class Recorder(_torch.TorchDispatchMode):
         """Has a tensor that the program had before another value by now?"""
         node = self.known(x)
         return node is not None and node.op != "placeholder"
+
+    def shared_digest(self, condition: Any) -> str | None:
+        """That of a condition on values that were read, if all ranks share them."""
+        return digest_of(condition, self.graph)
 
     def runs_backward(self, is_derivative: bool) -> None:
         """A backward pass begins; gradients to be differentiated again are none."""

@@ -323,6 +323,7 @@ class _Step:
             tensors = [(copies.get(id(x), x), name) for x, name in self.found.tensors.values()]
             kind = CompiledRecorder if self.mode == "compiled" else Recorder
             recorder = kind(_names(tensors), self.found.modules, self.caller, self.fake)
+            values.digest = recorder.shared_digest
             try:
                 with self._reading(values, recorder), self._reducers(recorder), noted() as groups:
                     out = self._call(args, kwargs, recorder)

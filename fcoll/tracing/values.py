@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -24,6 +24,28 @@ from fcoll.source import Site, is_library, show
 MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
 
 _active: list[Values] = []
+_agreed: dict[str, bool] = {}  # how ranks decide by values that they share
+
+
+@contextmanager
+def agreeing(answers: Mapping[str, bool]) -> Iterator[None]:
+    """Inside, traces decide so by values that all ranks share; by their digests."""
+    before = dict(_agreed)
+    _agreed.update(answers)
+    try:
+        yield
+    finally:
+        _agreed.clear()
+        _agreed.update(before)
+
+
+def undecided(line: str, why: str, digest: str | None) -> DataDependent:
+    """The error of a decision; ``digest`` says that all ranks take it alike."""
+    if digest is not None:
+        why += " All ranks share the value: fcoll.check follows both ways."
+    error = DataDependent(line=line, why=why)
+    error.line, error.shared = line, digest
+    return error
 
 
 @dataclass
@@ -34,6 +56,9 @@ class Values:
     number: float = 1.0  # what float() gives
     count: int = 1  # what int() gives
     asked: list[tuple[str, bool]] = field(default_factory=list)  # (line, answer) of each branch
+    shared: list[str | None] = field(default_factory=list)  # and its digest, where ranks share it
+    digest: Callable[[Any], str | None] = lambda condition: None
+    agreed: Mapping[str, bool] = field(default_factory=lambda: dict(_agreed))  # by digest
     floats: str = ""  # the line that first made a plain float of a value
     ints: str = ""  # and that of a plain int, which could be a size
     layouts: list[dict[str, str]] = field(default_factory=list)  # of sharded tensors that it made
@@ -42,6 +67,7 @@ class Values:
     def forget(self) -> None:
         """What was asked: the step begins anew."""
         self.asked.clear()
+        self.shared.clear()
         self._decided.clear()
         self.floats = self.ints = ""
 
@@ -50,12 +76,19 @@ class Values:
         if condition is not None and condition in self._decided:
             return self._decided[condition]
         line = user_line()
+        digest = None if condition is None else self.digest(condition)
+        if digest in self.agreed:
+            return self.agreed[digest]
         if len(self.asked) == MOST_BRANCHES:
             most = f" A trace tries both ways of up to {MOST_BRANCHES} decisions; this is one more."
-            raise DataDependent(line=line, why=most)
+            first = next((i for i, known in enumerate(self.shared) if known), None)
+            if first is None:
+                raise undecided(line, most, digest)
+            raise undecided(self.asked[first][0], most, self.shared[first])
         script = self.answers[len(self.asked) :]
         answer = script[0] if script else usual
         self.asked.append((line, answer))
+        self.shared.append(digest)
         if condition is not None:
             self._decided[condition] = answer
         return answer
@@ -141,10 +174,19 @@ def note_layout(card: Callable[[], dict[str, str]]) -> None:
 
 class Unknown(float):
     """A float that only a run knows. What is computed with it is unknown too, and what is decided
-    by it is a branch on a value; to print it, it is a number like any other."""
+    by it is a branch on a value; to print it, it is a number like any other. ``of`` is how it was
+    computed, of symbols; None if that is not known."""
+
+    of: Any = None
+
+    @classmethod
+    def made(cls, value: float, of: Any) -> Unknown:
+        made = cls(value)
+        made.of = of
+        return made
 
     def __bool__(self) -> bool:
-        return current().decide()
+        return current().decide(condition=_computed("bool", self))
 
     def __float__(self) -> float:
         return current().plain_float()
@@ -172,11 +214,12 @@ class Unknown(float):
 class Branch:
     """A condition that only a run knows: it is decided where it is used as one."""
 
-    def __init__(self, usual: bool = False) -> None:
+    def __init__(self, usual: bool = False, of: Any = None) -> None:
         self.usual = usual  # the answer that is tried first
+        self.of = of  # what is compared with what, if that is known
 
     def __bool__(self) -> bool:
-        return current().decide(self.usual)
+        return current().decide(self.usual, self.of)
 
     def __int__(self) -> int:
         return int(bool(self))
@@ -187,15 +230,22 @@ class Branch:
         return float(bool(self))
 
     def __invert__(self) -> Branch:
-        return Branch(not self.usual)
+        return Branch(not self.usual, _computed("not", self))
 
     def __and__(self, other: Any) -> Branch:
-        return self
+        return Branch(self.usual)
 
     __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __and__
 
     def __repr__(self) -> str:
         return "unknown"
+
+
+def _computed(name: str, *given: Any) -> Any:
+    """How a number or branch is computed, of symbols and plain numbers; None if that is unknown."""
+    terms = [x.of if isinstance(x, (Unknown, Branch)) else x for x in given]
+    plain = all(type(x) in (int, float, bool, str, tuple) for x in terms)
+    return (name, *terms) if plain else None
 
 
 def _computing(name: str) -> Callable[..., Any]:
@@ -209,7 +259,8 @@ def _computing(name: str) -> Callable[..., Any]:
             return Unknown(1.0)
         if isinstance(result, tuple):
             return tuple(map(Unknown, result))
-        return Unknown(result) if isinstance(result, float) else result
+        of = _computed(name, self, *others)
+        return Unknown.made(result, of) if isinstance(result, float) else result
 
     return method
 
@@ -219,7 +270,9 @@ def _comparing(name: str) -> Callable[..., Any]:
     compare = getattr(float, name)
 
     def method(self: Unknown, other: Any) -> Any:
-        return compare(self, other) if compare(self, other) is NotImplemented else Branch()
+        if compare(self, other) is NotImplemented:
+            return NotImplemented
+        return Branch(of=_computed(name, self, other))
 
     return method
 

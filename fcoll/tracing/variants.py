@@ -15,7 +15,7 @@ from typing import Any
 
 from fcoll.errors import DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe
-from fcoll.tracing.values import Values
+from fcoll.tracing.values import Values, undecided
 
 # Tried besides 1.0 and 1 for plain numbers, which are not seen to be compared or used as a size.
 FLOATS = (math.nan, 1e6, -1e6)
@@ -36,9 +36,11 @@ class Way:
         return tuple(answer for _, answer in self.values.asked)
 
     @property
-    def turn(self) -> tuple[str, bool]:
-        """The branch at which it left the way before: its line and its answer there."""
-        return self.values.asked[: len(self.values.answers)][-1]
+    def turn(self) -> tuple[str, bool, str | None]:
+        """The branch at which it left the way before: its line, its answer there, and its digest if
+        all ranks share the value."""
+        i = min(len(self.values.answers), len(self.values.asked)) - 1
+        return *self.values.asked[i], self.values.shared[i]
 
 
 def settled(run: Callable[[Values], Any]) -> tuple[Any, tuple[str, ...]]:
@@ -109,7 +111,7 @@ def _said(error: BaseException) -> str:
     return f" With it: {name}{str(error).partition(chr(10))[0]}"
 
 
-def _compare(first: Way, other: Way, line: str, answer: Any) -> None:
+def _compare(first: Way, other: Way, line: str, answer: Any, digest: str | None = None) -> None:
     """Raise unless both issue the same collectives."""
     lists = [way.trace.collectives for way in (first, other)]
     keys = [_keys(calls) for calls in lists]
@@ -123,7 +125,7 @@ def _compare(first: Way, other: Way, line: str, answer: Any) -> None:
     why = f" If it is {answer}: {theirs}; else: {mine}."
     if other.values.ints == line:
         why += _PLAIN_INT
-    raise DataDependent(line=line, why=why)
+    raise undecided(line, why, digest)
 
 
 _SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")
