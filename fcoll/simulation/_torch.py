@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -125,6 +126,15 @@ def replaced(name: str) -> list[Any]:
 
 def caller_is(code: Any, depth: int) -> bool:
     return sys._getframe(depth + 1).f_code is code
+
+
+def is_imported(frame: FrameType | None) -> bool:
+    """Is it a module's own code, or that of a class in it, that runs because it is imported?"""
+    while frame is not None and not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib."):
+            return True
+    return False
 
 
 def traced_twin(name: str, rank: int, size: int) -> dist.ProcessGroup:

@@ -87,7 +87,9 @@ class Worlds:
         object.__setattr__(self, "own", own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._mine(), name)
+        # A module's defaults (``group=dist.group.WORLD``) are for all ranks: not one rank's world
+        at_import = name == "default_pg" and _torch.is_imported(sys._getframe(2))
+        return getattr(object.__getattribute__(self, "own") if at_import else self._mine(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._mine(), name, value)

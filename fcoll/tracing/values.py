@@ -77,7 +77,7 @@ class Values:
             return self._decided[condition]
         line = user_line()
         digest = None if condition is None else self.digest(condition)
-        if digest in self.agreed:
+        if digest is not None and digest in self.agreed:
             return self.agreed[digest]
         if len(self.asked) == MOST_BRANCHES:
             most = f" A trace tries both ways of up to {MOST_BRANCHES} decisions; this is one more."
