@@ -137,6 +137,17 @@ def extra_keys(t: Tensor) -> Any:
     return keys
 
 
+def without_lazy_bits(t: Tensor) -> Tensor:
+    """The numbers as they lie in memory, where conjugation or negation is still to be done."""
+    return with_lazy_bits(t, t)  # twice is not at all
+
+
+def with_lazy_bits(t: Tensor, like: Tensor) -> Tensor:
+    """Lazily conjugated or negated if ``like`` is."""
+    t = torch._conj(t) if like.is_conj() else t
+    return torch._neg_view(t) if like.is_neg() else t
+
+
 def wrapper(cls: type, shape: Any, strides: Any, like: Tensor, **options: Any) -> Any:
     """A tensor of class ``cls`` without memory of its own."""
     if like.is_conj() or like.is_neg():
@@ -168,6 +179,20 @@ def is_shared(t: Tensor) -> bool:
     """Is the memory of a tensor seen by other tensors as well?"""
     # the tensor itself and the storage object that is asked for
     return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Are they views of one piece of memory?"""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def has_memory(storage: Any) -> bool:
+    """Has it memory, unlike that of a wrapper?"""
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def unbox_group(group: Any) -> ProcessGroup:

@@ -38,7 +38,7 @@ _EXACT = {
 _LOOP = {
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
     "equal", "item", "is_nonzero", "nonzero", "unique_dim", "_unique2", "masked_select",
-    "hash_tensor", "as_strided_scatter", "set_", "resize_", "resize_as_", "record_stream",
+    "hash_tensor", "set_", "resize_", "resize_as_", "record_stream",
 }  # fmt: skip
 # The same bits of complex numbers as well: no product or quotient of two of them is taken.
 _EXACT_COMPLEX = {
@@ -61,7 +61,7 @@ _PRODUCTS = {
 class Kind:
     """How to run one op on the tensors of all ranks."""
 
-    way: str  # "elementwise" | "shapeless" | "product" | "vmap" | "loop"
+    way: str  # "elementwise" | "shapeless" | "product" | "view" | "vmap" | "loop"
     exact: bool
     exact_complex: bool
     placed: bool  # do its last bits depend on where a rank's tensor begins?
@@ -92,7 +92,7 @@ def kind(func: Any) -> Kind:
         exact_complex=name in _EXACT_COMPLEX,
         placed=_has_products(name),
         random=random or func.namespace not in ("aten", "prims", "prim"),
-        view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        view=_is_view(schema),
         mutates=mutates,
         moves=moves,
         outs=tuple(a.name for a in schema.arguments if a.is_out),
@@ -118,11 +118,19 @@ def _way(func: Any, name: str, random: bool, mutates: bool, moves: bool) -> str:
     lists = any("[]" in str(a.type) and "Tensor" in str(a.type) for a in schema.arguments)
     if name in _SHAPELESS and not mutates:
         return "shapeless"
+    if _is_view(schema):
+        return "view"
+    if any(a.name == "storage_offset" for a in schema.arguments):  # in a rank's own memory
+        return "loop"
     if (torch.Tag.pointwise in func.tags or name in _ELEMENTWISE) and not lists:
         return "elementwise"
     if mutates or not _torch.has_batching_rule(func):
         return "loop"
     return "vmap"
+
+
+def _is_view(schema: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def _has_products(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, elementwise, products, rng, rows
+from fcoll.local import _torch, elementwise, memory, products, rng, rows
 from fcoll.local.elementwise import NotStackable
 from fcoll.local.ints import int_on_rank, is_local_int, local_int
 from fcoll.local.kinds import Kind, kind
@@ -42,8 +42,10 @@ def _on_stacks(
     stacks = {id(x): _stack(x, how) for x in seen.locals}
     if all(map(rows.rows_overlap, stacks.values())):  # never of a view or a write
         results = _same_on_all(func, args, kwargs, stacks)
+    elif how.way == "view":
+        results = _view(func, args, kwargs, stacks)
     elif how.way == "vmap":
-        results = _vmapped(func, args, kwargs, stacks, order, how)
+        results = _vmapped(func, args, kwargs, stacks, order)
     elif how.way == "product":
         given = stacks | {id(t): t.expand(len(order), *t.shape) for t in seen.tensors}
         results = products.PRODUCTS[func](*_given(args, given), **kwargs)
@@ -61,7 +63,7 @@ def _stack(x: LocalTensor, how: Kind) -> Tensor:
         if not x._owned:
             raise NotStackable  # its memory is somebody else's, too: write and view there
     stack = x._as_stack(limit=rows.STACK_BYTES)
-    if stack is None:
+    if stack is None or rows.reorders(stack.shape[1:], stack.stride()[1:], stack.stride(0)):
         raise NotStackable
     return stack
 
@@ -166,6 +168,18 @@ def _shapeless(
     return func(*_given(args, stacks), **_given(kwargs, stacks))
 
 
+def _view(func: Any, args: Any, kwargs: dict[str, Any], stacks: Mapping[int, Tensor]) -> Any:
+    if len(stacks) != 1:
+        raise NotStackable
+    ((key, stack),) = stacks.items()
+
+    def call(row: Tensor) -> Any:
+        put = lambda v: row if id(v) == key else v  # noqa: E731
+        return func(*mapped(put, args), **mapped(put, kwargs))
+
+    return memory.view(call, stack)
+
+
 # ---- under vmap
 
 
@@ -175,7 +189,6 @@ def _vmapped(
     kwargs: dict[str, Any],
     stacks: Mapping[int, Tensor],
     order: Order,
-    how: Kind,
 ) -> Any:
     def call(batch: Callable[[Tensor], Tensor], unbatch: Callable[[Tensor], Tensor]) -> Any:
         lifted = {key: batch(s) for key, s in stacks.items()}
@@ -184,8 +197,6 @@ def _vmapped(
         return mapped(lambda v: unbatch(v) if isinstance(v, Tensor) else v, out)
 
     results = _torch.vmapped(len(order), call)
-    if how.view:
-        return results
 
     def first_row() -> Any:
         put = lambda v: stacks[id(v)][0] if id(v) in stacks else v  # noqa: E731
@@ -257,10 +268,8 @@ def _named(func: Any, args: Any, kwargs: dict[str, Any], combined: Any, how: Kin
 def _moved(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) -> Any:
     """transpose_, resize_, ...: each rank's tensor changes, and then the wrapper's shape."""
     target = args[0]
-    if isinstance(target, LocalTensor) and func.overloadpacket in _GROWING:
-        # in memory of its own: a row that grows would run into the next
-        target._local_tensors = {r: t.clone() for r, t in target._local_tensors.items()}
-    results = each_rank(func, args, kwargs, order, random=False)
+    call = memory.with_room(func) if func.overloadpacket in memory.RESIZING else func
+    results = each_rank(call, args, kwargs, order, random=False)
     if isinstance(target, LocalTensor):
         target._take_meta(apart(results))
     return target
@@ -303,9 +312,6 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
     if a.is_floating_point() or a.is_complex():
         return bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
     return torch.equal(a, b)
-
-
-_GROWING = (aten.resize_, aten.resize_as_, aten.set_)
 
 
 def _to_out(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) -> Any:
@@ -433,29 +439,8 @@ def _scalar(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
     return combine(dict(zip(order, stack.reshape(-1).tolist(), strict=True)))
 
 
-def _as_strided(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
-    """Offsets count from the beginning of the rank's own memory, not of the stack's."""
-    x, size, stride, *rest = args
-    offset = rest[0] if rest else kwargs.get("storage_offset")
-    if x._stack is None or offset is None:
-        return None
-    stack = x._own_stack()
-    made = stack.as_strided((len(order), *size), (stack.stride(0), *stride), offset)
-    return _torch.correct_aliasing(aten.as_strided.default, args, kwargs, stacked(made, order))
-
-
-def _as_strided_scatter(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
-    """The same on copies: a rank's memory must end where its tensor ends."""
-    call = aten.as_strided_scatter.default
-
-    def copied(x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return call(x.clone(), *rest, **named)
-
-    return combine(each_rank(copied, args, kwargs, order, random=False), owned=True)
-
-
 _SPECIAL: dict[Any, Callable[[Any, dict[str, Any], Order], Any]] = {
     aten._local_scalar_dense.default: _scalar,
-    aten.as_strided.default: _as_strided,
-    aten.as_strided_scatter.default: _as_strided_scatter,
+    aten.set_.source_Storage: memory.check_storage,
+    aten.set_.source_Storage_storage_offset: memory.check_storage,
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fcoll.local import _torch
 
@@ -38,6 +39,31 @@ def unbound(stack: Tensor) -> tuple[Tensor, ...]:
         return stack.unbind(0)
 
 
+def width(stack: Tensor) -> int:
+    """How many elements of the stack's memory are one rank's: row r begins at r times as many."""
+    n, step = stack.shape[0], stack.stride(0)
+    elements = stack.untyped_storage().nbytes() // stack.element_size()
+    return elements if n == 1 else max(0, min(step, elements - (n - 1) * step))
+
+
+def own_rows(stack: Tensor) -> tuple[Tensor, ...]:
+    """The rows as tensors on the same memory, of which each has only its rank's.
+
+    So storage offsets count from the beginning of the rank's memory, and views end with it.
+    """
+    shape, strides, offset = stack.shape[1:], stack.stride()[1:], stack.storage_offset()
+    fake = type(stack) is not Tensor or stack.device.type == "meta"
+    if fake or stack.shape[0] == 1 or width(stack) < max(1, offset + extent(shape, strides)):
+        return unbound(stack)
+    with _torch.below_autograd(), torch.inference_mode(stack.is_inference()):
+        memory = _torch.without_lazy_bits(stack)
+        memory = memory.as_strided((stack.shape[0], width(stack)), (stack.stride(0), 1), 0)
+        alone = (from_dlpack(to_dlpack(row)) for row in memory.unbind(0))
+        return tuple(
+            _torch.with_lazy_bits(row.as_strided(shape, strides, offset), stack) for row in alone
+        )
+
+
 def is_even(tensors: Sequence[Tensor]) -> bool:
     """Have all the same shape, strides and device, so that they can be rows of one stack?"""
     first = tensors[0]
@@ -54,18 +80,30 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
+def is_packed(t: Tensor) -> bool:
+    """Is it contiguous, with the strides of a new tensor in dims of size 1 as well?"""
+    if not t.is_contiguous() or 1 not in t.shape:
+        return t.is_contiguous()
+    step, packed = 1, []
+    for n in reversed(t.shape):
+        packed.append(step)
+        step *= max(n, 1)
+    return t.stride() == tuple(reversed(packed))
+
+
 def empty_stack(like: Tensor, n: int) -> Tensor:
-    """Memory for n rows with the strides of ``like``; contiguous rows if those overlap."""
-    shape, strides = like.shape, like.stride()
-    if like.is_contiguous() or like.numel() != extent(shape, strides):
-        return like.new_empty((n, *shape))  # of a fake tensor, a fake one
-    return like.new_empty_strided((n, *shape), (like.numel(), *strides))
+    """Memory for n rows with the strides of ``like``; dense in the same order if it has gaps."""
+    if is_packed(like):
+        return like.new_empty((n, *like.shape))  # of a fake tensor, a fake one
+    has_gaps = like.numel() != extent(like.shape, like.stride())
+    strides = torch.empty_like(like).stride() if has_gaps else like.stride()
+    return like.new_empty_strided((n, *like.shape), (like.numel(), *strides))
 
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     """A new stack with copies of the tensors."""
     first = tensors[0]
-    if first.is_contiguous() or first.is_conj() or first.is_neg():
+    if is_packed(first) or first.is_conj() or first.is_neg():
         return torch.stack(list(tensors))
     stack = empty_stack(first, len(tensors))
     for row, tensor in zip(unbound(stack), tensors, strict=True):
@@ -92,6 +130,15 @@ def expanded(t: Tensor, n: int) -> Tensor:
 def rows_overlap(stack: Tensor) -> bool:
     """Do rows share memory, as in an expanded stack?"""
     return stack.shape[0] > 1 and stack.numel() > 0 and stack.stride(0) == 0
+
+
+def reorders(shape: Sequence[int], strides: Sequence[int], step: int) -> bool:
+    """Would ops on a stack, ``step`` between its rows, order dims as ops on one row do not?
+
+    They order dims by strides, and that of a dim of size 1 may be anything.
+    """
+    beyond = (n == 1 and s > step for n, s in zip(shape, strides, strict=True))
+    return step > 0 and 1 in shape and any(beyond)
 
 
 def all_rows_equal(stack: Tensor) -> bool:

@@ -65,7 +65,7 @@ class LocalTensor(Tensor):
     def _local_tensors(self) -> rows.Rows:
         """Rank -> its tensor; writes into them are writes into this tensor."""
         if self._parts is None:
-            own = rows.unbound(self._own_stack())
+            own = rows.own_rows(self._own_stack())
             self._parts = rows.Rows(zip(self._order, own, strict=True))
             self._parts.owner = weakref.ref(self)
         self._owned = False
@@ -90,7 +90,7 @@ class LocalTensor(Tensor):
     def _take_meta(self, other: LocalTensor) -> None:
         """Take over shape, strides and storage of another (resize_, transpose_, ...)."""
         with _torch.without_dispatch():
-            self.data = other
+            Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         for name in ("_ranks", "_order", "_stack", "_parts", "_owned", "_uneven"):
             setattr(self, name, getattr(other, name))
         if self._parts is not None:
@@ -152,6 +152,25 @@ class LocalTensor(Tensor):
 
     # ---- what users call
 
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """The ranks' tensors become those of ``new``, which shares its memory from now on."""
+        if not isinstance(new, LocalTensor):  # torch says what is wrong
+            Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        else:
+            self._take_meta(new.detach())
+
+    def storage_offset(self) -> Any:
+        """Where a rank's tensor begins in the rank's memory: an int of each if they differ."""
+        if self._stack is not None:
+            return self._stack.storage_offset()
+        assert self._parts is not None
+        return local_int({r: t.storage_offset() for r, t in self._parts.items()})
+
     def __deepcopy__(self, memo: dict[int, Any] | None) -> LocalTensor:
         if self._stack is not None:
             made = stacked(copy.deepcopy(self._stack, memo), self._order)
@@ -207,11 +226,15 @@ class LocalTensor(Tensor):
         return self.reconcile().numpy(force=force)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        if self.is_contiguous(memory_format=memory_format):
+            return self
         return Contiguous.apply(self, memory_format)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-        tensors = [self._stack[0]] if self._stack is not None else self._local_tensors.values()
-        return all(t.is_contiguous(memory_format=memory_format) for t in tensors)
+        if self._stack is not None:
+            return self._stack[0].is_contiguous(memory_format=memory_format)
+        assert self._parts is not None
+        return all(t.is_contiguous(memory_format=memory_format) for t in self._parts.values())
 
     def tolist(self) -> list[Any]:
         """The values as a list if all ranks have the same; ints may be an int of each rank."""
@@ -248,8 +271,6 @@ class Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: LocalTensor, memory_format: torch.memory_format) -> Any:
-        if x._stack is not None and x.is_contiguous(memory_format=memory_format):
-            return stacked(x._own_stack(), x._order)
         parts = x._local_tensors
         return apart({r: t.contiguous(memory_format=memory_format) for r, t in parts.items()})
 
@@ -260,7 +281,8 @@ class Contiguous(torch.autograd.Function):
 
 def stacked(stack: Tensor, order: tuple[int, ...], cls: type = LocalTensor) -> LocalTensor:
     """The LocalTensor whose ranks' tensors are the rows of a stack."""
-    made = _torch.wrapper(cls, stack.shape[1:], stack.stride()[1:], stack)
+    offset = stack.storage_offset()
+    made = _torch.wrapper(cls, stack.shape[1:], stack.stride()[1:], stack, storage_offset=offset)
     made._stack, made._parts, made._owned, made._uneven = stack, None, True, None
     made._ranks, made._order = frozenset(order), order
     return made
@@ -279,7 +301,11 @@ def apart(
     _check_alike(values)
     uneven = None if rows.is_even(values) else _uneven_meta(tensors)
     if uneven is None:
-        made = _torch.wrapper(cls, first.shape, first.stride(), first, requires_grad=requires_grad)
+        # of the first rank, where they differ: Python asks storage_offset() above
+        memory = first.untyped_storage().nbytes()
+        where = {"storage_offset": first.storage_offset(), "storage_size": memory}
+        options = {"requires_grad": requires_grad, **where}
+        made = _torch.wrapper(cls, first.shape, first.stride(), first, **options)
     else:
         # its sizes are asked in Python: they are ints of each rank, and in-place ops change them
         policy = {"dispatch_sizes_strides_policy": "sizes", "requires_grad": requires_grad}
