@@ -109,6 +109,8 @@ def has_batching_rule(func: torch._ops.OpOverload) -> bool:
     """Can vmap run the op without a loop of its own (which warns)?"""
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
+    if not torch._C._dispatch_has_kernel(name):  # aten::size and others that ask a wrapper
+        return False
     return kernel(name, "FuncTorchBatched") or kernel(name, "FuncTorchBatchedDecomposition")
 
 

@@ -42,7 +42,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any], mode: LocalTensorMode
 def _for_all_ranks(func: Any, args: Any, kwargs: Any, seen: Seen, order: tuple[int, ...]) -> Any:
     if func.namespace == "aten":
         if (uneven := _UNEVEN.get(func.overloadpacket)) and args[0]._uneven is not None:
-            return uneven(args[0])
+            return uneven(*args)
     elif func.namespace == "c10d":
         return _c10d.run(func, args, kwargs)
     elif func in functional.OPS or func.namespace in functional.NAMESPACES:
@@ -72,11 +72,25 @@ def _order(seen: Seen, mode: LocalTensorMode | None) -> tuple[int, ...]:
     return first._order
 
 
-# what a wrapper with ints of each rank is asked for by torch itself
+def _ints(asked: list[Any]) -> list[int]:
+    """Where C++ takes ints only: what differs between ranks says so."""
+    return [int(i) for i in asked]
+
+
+# What a wrapper with ints of each rank is asked for by torch itself. A LocalTensor has a layout
+# if all ranks' tensors have it.
 _UNEVEN = {
     aten.dim: lambda x: len(x._uneven[0]),
-    aten.size: lambda x: list(x._uneven[0]),
+    aten.size: lambda x: _ints(x._uneven[0]),
     aten.sym_size: lambda x: list(x._uneven[0]),
-    aten.stride: lambda x: list(x._uneven[1]),
+    aten.stride: lambda x: _ints(x._uneven[1]),
     aten.sym_stride: lambda x: list(x._uneven[1]),
+    **{
+        asked: lambda x, *of, asked=asked: all(asked(t, *of) for t in x._parts.values())
+        for asked in (
+            aten.is_contiguous,
+            aten.is_strides_like_format,
+            aten.is_non_overlapping_and_dense,
+        )
+    },
 }
