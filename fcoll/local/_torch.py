@@ -241,7 +241,7 @@ def patched_modules() -> dict[str, Any]:
     from torch.distributed.device_mesh import DeviceMesh
 
     return {"torch": torch, "random": torch.random, "dist": dist, "c10d": c10d, "funcol": funcol,
-            "mesh": DeviceMesh}  # fmt: skip
+            "mesh": DeviceMesh, "SymInt": torch.SymInt}  # fmt: skip
 
 
 def mesh_fibers(mesh: Any) -> Tensor:

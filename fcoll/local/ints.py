@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fcoll.local import _torch
+from fcoll.source import user_line
 
 
 class LocalIntNode:
@@ -27,7 +30,7 @@ class LocalIntNode:
         self._local_ints = dict(local_ints)
 
     def _map(self, fn: Callable[..., int], *others: Any) -> Any:
-        return LocalIntNode(
+        return type(self)(
             {r: fn(i, *(int_on_rank(o, r) for o in others)) for r, i in self._local_ints.items()}
         )
 
@@ -69,7 +72,8 @@ class LocalIntNode:
         return self
 
     def _str(self) -> str:
-        return f"LocalIntNode({self._local_ints})"
+        values = set(self._local_ints.values())
+        return f"LocalIntNode({self._local_ints})" if len(values) > 1 else str(values.pop())
 
     __str__ = __repr__ = _graph_repr = _str
 
@@ -81,8 +85,19 @@ class LocalIntNode:
 
     int_ = guard_int
 
+    def sym_float(self, other: Any = None) -> Any:
+        raise TypeError(
+            f"there is no float of each rank: {self}. Multiply a tensor by the int, as in "
+            "torch.ones(()) * rank / 2, or run the code for each rank by rank_map."
+        )
+
+    int_truediv = sym_float
+
     def wrap_int(self, num: int) -> Any:
-        return _torch.ConstantIntNode(num)
+        """The other operand: of this class, which has more arithmetic than torch's constants."""
+        made = object.__new__(type(self))
+        made._local_ints = dict.fromkeys(self._local_ints, num)
+        return made
 
     # arithmetic, rank by rank
     def add(self, other: Any) -> Any:
@@ -109,6 +124,24 @@ class LocalIntNode:
 
     def neg(self) -> Any:
         return self._map(lambda a: -a)
+
+    def abs(self) -> Any:
+        return self._map(abs)
+
+    def bitwise_and(self, other: Any) -> Any:
+        return self._map(operator.and_, other)
+
+    def bitwise_or(self, other: Any) -> Any:
+        return self._map(operator.or_, other)
+
+    def bitwise_xor(self, other: Any) -> Any:
+        return self._map(operator.xor, other)
+
+    def lshift(self, other: Any) -> Any:
+        return self._map(operator.lshift, other)
+
+    def rshift(self, other: Any) -> Any:
+        return self._map(operator.rshift, other)
 
     def sym_max(self, other: Any) -> Any:
         return self._map(max, other)
@@ -139,6 +172,59 @@ class LocalIntNode:
         return self._ask(lambda a, b: a < b, other)
 
 
+class RankNode(LocalIntNode):
+    """``dist.get_rank()`` and what is computed of it: one int a rank, of which Python sees one.
+
+    Tensors and sizes take each rank's. A branch, a dict and a set can only take one: the first
+    rank's, which torch's LocalTensorMode gives for all, and say so where the ranks differ.
+    """
+
+    @property
+    def first(self) -> int:
+        return self._local_ints[min(self._local_ints)]
+
+    def _ask(self, fn: Callable[[int, int], bool], other: Any) -> Any:
+        if len(self._all(fn, other)) > 1:
+            _warn(f"{self} compared with {other}")
+        rank = min(self._local_ints)
+        return _torch.constant_bool(bool(fn(self.first, int_on_rank(other, rank))))
+
+    def eq(self, other: Any) -> Any:
+        return self._ask(operator.eq, other)
+
+    def ne(self, other: Any) -> Any:
+        return self._ask(operator.ne, other)
+
+    def bool_(self) -> bool:
+        return bool(self.ne(0))
+
+
+def _warn(what: str) -> None:
+    at = user_line()
+    warnings.warn(
+        f"the ranks differ, and the first one's answer is taken for all: {what}"
+        f"{f' at {at}' if at else ''}. For a branch of each rank, put it in a function under "
+        "maybe_run_for_local_tensor, or in rank_map.",
+        stacklevel=2,
+    )
+
+
+def rank_hash(old: Callable[[Any], int], value: Any) -> int:
+    """hash() of a SymInt: a rank is found under the first rank's number."""
+    if not isinstance(value.node, RankNode):
+        return old(value)
+    _warn(f"{value} looked up in a dict or set")
+    return hash(value.node.first)
+
+
+def formatted(value: Any, spec: str) -> str:
+    """A SymInt in an f-string: each rank's int by the format."""
+    ints = getattr(value.node, "_local_ints", None)
+    if not spec or ints is None:
+        return object.__format__(value, spec)
+    return "{" + ", ".join(f"{r}: {i:{spec}}" for r, i in ints.items()) + "}"
+
+
 def int_on_rank(i: Any, rank: int) -> int:
     """The value of an int or a node on one rank."""
     if hasattr(i, "_local_ints"):  # also torch's class: DTensor keeps ints of ranks in its caches
@@ -158,7 +244,9 @@ def is_local_int(value: Any) -> bool:
     return isinstance(node, _torch.ConstantIntNode) or hasattr(node, "_local_ints")
 
 
-def local_int(values: Mapping[int, int]) -> int | torch.SymInt:
+def local_int(
+    values: Mapping[int, int], node: type[LocalIntNode] = LocalIntNode
+) -> int | torch.SymInt:
     """One int a rank -> the int if all are the same, else a SymInt.
 
     >>> local_int({0: 2, 1: 2}), local_int({0: 2, 1: 3})
@@ -167,4 +255,4 @@ def local_int(values: Mapping[int, int]) -> int | torch.SymInt:
     first = next(iter(values.values()))
     if all(v == first for v in values.values()):
         return first
-    return torch.SymInt(LocalIntNode(values))
+    return torch.SymInt(node(values))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fcoll import groups as fcoll_groups
 from fcoll.local import _torch, direct, groups, modes, reduce, rng
-from fcoll.local.ints import local_int
+from fcoll.local.ints import RankNode, formatted, local_int, rank_hash
 from fcoll.local.mesh import _LocalDeviceMesh
 
 _lock = threading.Lock()
@@ -72,6 +72,8 @@ def _new_names() -> list[tuple[Any, str, Any]]:
     found.append((at["funcol"], "permute_tensor", permute_tensor))
     found.append((fcoll_groups, "rank_asked", rank_asked))
     found.append((at["mesh"], "_get_all_submeshes", all_submeshes))
+    found.append((at["SymInt"], "__hash__", rank_hash))
+    found.append((at["SymInt"], "__format__", formatted))
     patched = [(o, n, _in_a_mode(getattr(o, n), new)) for o, n, new in found]
     return [*patched, (at["mesh"], "get_group", _remembering(at["mesh"].get_group)), *_adopted()]
 
@@ -123,15 +125,15 @@ def get_rank(group: Any = None) -> Any:
     if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._logging"):
         return 0  # the prefix of torch's log lines: the process is rank 0
     if group is None:
-        return local_int({r: r for r in mode.order})
-    return local_int(groups.rank_in(group, mode.order))
+        return local_int({r: r for r in mode.order}, RankNode)
+    return local_int(groups.rank_in(group, mode.order), RankNode)
 
 
 def rank_asked(name: str) -> Any:
     """fcoll.rank and fcoll.axis_index: an int of each rank, too."""
     mode = modes.enabled_local_tensor_mode()
     assert mode is not None
-    return local_int(groups.rank_in(_torch.resolve_group(name), mode.order))
+    return local_int(groups.rank_in(_torch.resolve_group(name), mode.order), RankNode)
 
 
 def _root(group: Any, rank: int | None, group_rank: int | None) -> int:
@@ -195,6 +197,6 @@ def all_submeshes(old: Any, mesh: Any, dim: str) -> Any:
 
 
 _TAKE_OLD = {
-    reduce.noting_factor, permute_tensor, all_submeshes, direct.all_reduce, direct.broadcast,
-    direct.reduce_scatter,
+    reduce.noting_factor, permute_tensor, all_submeshes, rank_hash,
+    direct.all_reduce, direct.broadcast, direct.reduce_scatter,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from local.worlds import fake_world
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,3 +56,43 @@ def test_unequal_shards_made_equal_in_place(mode):
 def test_sizes_that_c_plus_plus_needs_as_ints(mode):
     with pytest.raises(TypeError, match="an int of each rank is not one int"):
         F.interpolate(unequal(4, 2, 2), scale_factor=2)
+
+
+DIFFER = "the ranks differ, and the first one's answer is taken for all"
+
+
+def test_the_rank_in_a_dict(mode):
+    x = torch.ones(2) * dist.get_rank()
+    with pytest.warns(UserWarning, match=DIFFER):
+        assert x._local_tensors[dist.get_rank()].tolist() == [0.0, 0.0]
+    with pytest.warns(UserWarning, match=DIFFER):
+        assert {0: "root"}.get(dist.get_rank()) == "root"
+
+
+def test_the_rank_in_a_branch(mode):
+    with pytest.warns(UserWarning, match=rf"{DIFFER}.* compared with 0 at .*test_local_tensors"):
+        assert dist.get_rank() == 0
+    with pytest.warns(UserWarning, match=DIFFER):
+        assert (dist.get_rank() + 1) % W == 1 and dist.get_rank() < 2 and not dist.get_rank()
+    assert dist.get_rank() < W and dist.get_rank() >= 0  # the same on all ranks
+
+
+def test_the_rank_in_a_name(mode):
+    assert f"{dist.get_rank():02d}" == "{0: 00, 1: 01, 2: 02}"
+    assert "1: 1" in f"rank {dist.get_rank()}"
+
+
+def test_arithmetic_on_the_rank(mode):
+    for made in (
+        lambda r: (r + 1) % W,
+        lambda r: 8 - r,
+        lambda r: 8 // (r + 1),
+        lambda r: 8 % (r + 2),
+        lambda r: r ^ 1,
+        lambda r: (r & 1) | (r << 2) | (1 << r) | (r >> 1),
+        lambda r: abs(-r) ** 2,
+    ):
+        value = made(dist.get_rank()) + torch.zeros((), dtype=torch.int64)
+        assert [int(value._local_tensors[r]) for r in range(W)] == [made(r) for r in range(W)]
+    with pytest.raises(TypeError, match="no float of each rank"):
+        dist.get_rank() / 2
