@@ -28,6 +28,7 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
+from fcoll.sharded.checkpoint import checkpoint_writer
 from fcoll.sharded.creators import (
     arange,
     empty,
@@ -90,6 +91,7 @@ __all__ = [
     "ShardingSpec",
     "TensorProperties",
     "arange",
+    "checkpoint_writer",
     "chunk",
     "collect_local_shard",
     "custom_sharded_op_impl",

@@ -122,6 +122,18 @@ def pickled_types() -> list[Any]:
     return [*specs, *metadata, properties.MEM_FORMAT_ENCODING]
 
 
+def file_prefix(name: str) -> Any:
+    """How the files of a rank are called: what torch's FileSystemWriter takes of a plan."""
+    from torch.distributed.checkpoint import filesystem  # takes a while
+
+    return filesystem._StoragePrefix(name)
+
+
+def data_files(metadata: Any) -> set[str]:
+    """The files that a checkpoint's metadata names."""
+    return {info.relative_path for info in metadata.storage_data.values()}
+
+
 def rank_of_worker(name: str) -> int | None:
     """The rank of RPC's worker of this name; None if RPC runs and has no such worker."""
     if not rpc._is_current_rpc_agent_set():

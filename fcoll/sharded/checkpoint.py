@@ -6,6 +6,7 @@ tensor: another layout, other ranks, a DTensor, torch's own ShardedTensor.
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,25 @@ from fcoll.sharded._torch import Shard
 from fcoll.sharded.errors import BadShards
 
 if TYPE_CHECKING:  # importing it takes a while, and most programs write no checkpoint
+    from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+
+def checkpoint_writer(folder: str | PathLike[str], **options: Any) -> FileSystemWriter:
+    """A storage writer for ``dcp.save`` into a folder that has a checkpoint: until the new one is
+    complete the folder has the old one, whatever fails.
+
+    ``options`` are those of torch's FileSystemWriter. ``dcp.load`` reads it with torch's reader.
+
+    >>> import tempfile, torch.distributed.checkpoint as dcp
+    >>> folder = tempfile.mkdtemp()
+    >>> state = {"table": torch.ones(2)}
+    >>> _ = dcp.save(state, storage_writer=fcoll.sharded.checkpoint_writer(folder), no_dist=True)
+    """
+    from fcoll.sharded.writer import CheckpointWriter
+
+    return CheckpointWriter(folder, **options)
 
 
 def write_items(st: Any, name: str) -> list[WriteItem]:
