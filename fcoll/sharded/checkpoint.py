@@ -27,10 +27,7 @@ def checkpoint_writer(folder: str | PathLike[str], **options: Any) -> FileSystem
 
     ``options`` are those of torch's FileSystemWriter. ``dcp.load`` reads it with torch's reader.
 
-    >>> import tempfile, torch.distributed.checkpoint as dcp
-    >>> folder = tempfile.mkdtemp()
-    >>> state = {"table": torch.ones(2)}
-    >>> _ = dcp.save(state, storage_writer=fcoll.sharded.checkpoint_writer(folder), no_dist=True)
+        dcp.save(state, storage_writer=fcoll.sharded.checkpoint_writer(folder))
     """
     from fcoll.sharded.writer import CheckpointWriter
 
