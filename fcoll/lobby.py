@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 FIRST_NAP_S, LONGEST_NAP_S = 0.0002, 0.02
+# A rank that gives up waits so long for the others to hear of it: the store may end with it.
+GOODBYE_S = 1.0
 # How often a rank looks whether the processes it waits for are alive, and for newer cards.
 LOOK_S = 0.1
 # After that long it says whom it waits for: a group's timeout is often half an hour.
@@ -85,6 +87,8 @@ class Lobby:
         self.processes = dict(processes or {})
         self.meeting = ""  # made of all cards: two meetings have different ones
         self.rounds = 0
+        self._nonce = ""  # of this rank's card
+        self._gone = False  # has the store failed? Asked again, torch logs one more C++ backtrace
         self._cards: list[dict[str, Any]] = []
         self._missing = list(range(n))  # at the last look
 
@@ -93,13 +97,17 @@ class Lobby:
         try:
             return self._later_round(text) if self.meeting else self._first_round(text)
         except RuntimeError as error:  # torch's DistNetworkError and the like
-            raise Died(f"the store of the group does not answer: {error}", ()) from error
+            self._gone = True
+            raise Died(self._without_store(error), ()) from error
 
     def give_up(self, why: NotMet) -> None:
         """Leave word for the others that this rank will not come any more."""
+        if self._gone:
+            return
         word = {"message": str(why), "ranks": why.ranks, "kind": type(why).__name__}
         try:
             self.store.set(self._key("gave_up"), json.dumps(word))
+            self._until_heard()
         except RuntimeError:
             return  # no store, no word
 
@@ -114,19 +122,42 @@ class Lobby:
         """What the other ranks that are here now have to say; for one that does not come itself."""
         if not self.store.check([self._key("someone")]):  # one question, however many ranks
             return {}
+        return {r: card["text"] for r, card in self._others().items()}
+
+    def _others(self) -> dict[int, dict[str, Any]]:
+        """The cards of the other ranks that are there now."""
         keys = {r: key for r, key in enumerate(self._keys("card")) if r != self.rank}
         there = {r: key for r, key in keys.items() if self.store.check([key])}
         cards = {r: json.loads(self.store.get(key)) for r, key in there.items()}
-        return {r: card["text"] for r, card in cards.items() if alive(card["by"])}
+        return {r: card for r, card in cards.items() if alive(card["by"])}
+
+    def _until_heard(self) -> None:
+        """Wait until those that are here have heard that this rank gave up, or are through."""
+        self.leave()
+        left = [self._key(f"left/{card['nonce']}") for card in self._others().values()]
+        until, nap = time.monotonic() + GOODBYE_S, FIRST_NAP_S
+        while left and not self.store.check(left) and time.monotonic() < until:
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
+
+    def leave(self) -> None:
+        """Say that this rank does not look at the store for this meeting any more."""
+        if self._gone or not self._nonce:
+            return
+        try:
+            self.store.set(self._key(f"left/{self._nonce}"), "")
+        except RuntimeError:
+            return  # its rank is through
 
     # -- the rounds ---
 
     def _first_round(self, text: str) -> list[str]:
         """Ends when all have seen the same cards."""
-        mine = {"by": process_of(os.getpid()), "text": text, "nonce": secrets.token_hex(8)}
+        self._nonce = secrets.token_hex(8)
+        mine = {"by": process_of(os.getpid()), "text": text, "nonce": self._nonce}
         self.store.set(self._keys("card")[self.rank], json.dumps(mine))
         self.store.set(self._key("someone"), "")
-        self._wait(self._not_here)
+        self._wait(self._not_here, ends=lambda: bool(self.meeting))
         return [card["text"] for card in self._cards]
 
     def _not_here(self, look: bool) -> list[int]:
@@ -149,16 +180,32 @@ class Lobby:
         return []
 
     def _later_round(self, text: str) -> list[str]:
+        """Ends when all have read all texts: one may raise at once, and the store end with it."""
         self.rounds += 1
         keys = self._keys(f"{self.meeting}/{self.rounds}")
         self.store.set(keys[self.rank], text)
         self._wait(lambda look: self._without(keys, look))
-        return [self.store.get(key).decode() for key in keys]
+        texts = [self.store.get(key).decode() for key in keys]
+        read = self._keys(f"{self.meeting}/{self.rounds}/read")
+        self.store.set(read[self.rank], "")
+        self._wait(lambda look: self._without(read, look), ends=lambda: True)
+        return texts
 
     # -- waiting ---
 
-    def _wait(self, missing: Callable[[bool], list[int]]) -> None:
-        """Until nobody is missing."""
+    def _wait(
+        self, missing: Callable[[bool], list[int]], ends: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Until nobody is missing, or the store ends and ``ends`` says that it may: the rank that
+        holds it is through, and so were all others."""
+        try:
+            self._poll(missing)
+        except RuntimeError:
+            self._gone = True
+            if not ends():
+                raise
+
+    def _poll(self, missing: Callable[[bool], list[int]]) -> None:
         began = time.monotonic()
         nap, look_at, notice_at = FIRST_NAP_S, 0.0, NOTICE_S
         while True:
@@ -182,11 +229,22 @@ class Lobby:
         """Raise if the wait for these ranks is for nothing."""
         if self.store.check([self._key("gave_up")]):
             word = json.loads(self.store.get(self._key("gave_up")))
+            self.leave()
             raise _WORDS[word["kind"]](word["message"], word["ranks"])
         for r in ranks:
             if r in self.processes and not alive(self.processes[r]):
                 me = self.names[self.rank]
                 raise Died(f"{self.names[r]} died; {me} waited for it to {self.purpose}", [r])
+
+    def _without_store(self, error: RuntimeError) -> str:
+        """What is known when the store ends: whose process it was is not, mostly rank 0's."""
+        me, them = self.names[self.rank], [r for r in self._missing if r != self.rank]
+        others = ", ".join(self.names[r] for r in them) or "the others"
+        return (
+            f"the store of the group does not answer: {error}. {me} waited for {others} to "
+            f"{self.purpose}, and the process that holds the store has ended, which is rank 0's "
+            "unless a launcher holds it: look for an error there"
+        )
 
     def _late(self, ranks: Sequence[int]) -> NoReturn:
         raise Absent(self._waits(self.timeout_s, ranks), ranks)

@@ -46,6 +46,7 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
         who = lobby.names[g.rank]
         give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
         raise
+    lobby.leave()
     processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
 

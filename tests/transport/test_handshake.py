@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -138,6 +139,65 @@ def test_a_store_that_fails_is_an_error():
     with pytest.raises(Died, match="does not answer: connection reset"):
         lobby.exchange("")
     lobby.give_up(Absent("", []))  # best effort
+
+
+def clients(n: int) -> list[dist.TCPStore]:
+    """A store that ends with rank 0, whose process holds it, as each rank has it."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = [dist.TCPStore("127.0.0.1", host.port, is_master=False) for _ in range(1, n)]
+    return [host, *others]
+
+
+def test_the_word_of_the_rank_that_holds_the_store_is_heard():
+    stores = clients(3)  # rank 2 does not come
+
+    def rank(r: int) -> NotMet:
+        store, stores[r] = stores[r], None
+        lobby = Lobby(store, r, 3, 0.5 if r == 0 else SOON)
+        with pytest.raises(NotMet) as caught:
+            lobby.exchange("")
+        lobby.give_up(caught.value)
+        error = caught.value.with_traceback(None)
+        del lobby, store, caught  # the process ends
+        return error
+
+    for error in all_of(2, rank):
+        assert type(error) is Absent and "waited 0.5 s for rank 2" in str(error)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_rank_that_holds_the_store_may_end_when_it_has_read(rounds):
+    for _ in range(4):  # the last look of the others is a matter of luck
+        stores = clients(3)
+
+        def rank(r: int, stores=stores) -> list[str]:
+            store, stores[r] = stores[r], None
+            lobby = Lobby(store, r, 3, SOON)
+            del store
+            return [lobby.exchange(f"{r}") for _ in range(rounds)][-1]
+
+        assert all_of(3, rank) == [["0", "1", "2"]] * 3
+
+
+def test_a_store_that_ends_says_whom_the_rank_waited_for():
+    stores = clients(2)
+    waiting = threading.Event()
+
+    class Watched(Lobby):
+        def _look(self, ranks):
+            waiting.set()
+            super()._look(ranks)
+
+    def rank(r: int) -> str:
+        store, stores[r] = stores[r], None
+        if r == 0:
+            waiting.wait(SOON)
+            return ""  # it ends with an error of its own, and says nothing
+        with pytest.raises(Died) as caught:
+            Watched(store, r, 2, SOON).exchange("")
+        return str(caught.value)
+
+    assert "rank 1 waited for rank 0 to join the group" in all_of(2, rank)[1]
 
 
 # -- real ranks ---
