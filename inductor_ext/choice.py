@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
+
+from fcoll.graph.nodes import arguments, collectives, has_named_group
 
 _KEY = "fcoll"  # in node.meta
 
@@ -25,6 +28,9 @@ class Choice:
     was: Any = None
     #: What the schedule did to it; empty if it is where it was.
     plan: str = ""
+    #: The program's own calls that it makes: their places among those of the group in the graph,
+    #: in the order of their parts. Ranks compare them: calls that look alike may be others.
+    calls: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -39,6 +45,20 @@ def choice_of(node: Node) -> Choice | None:
 
 def set_choice(node: Node, choice: Choice) -> None:
     node.meta[_KEY] = choice
+
+
+def number(graph: Graph) -> None:
+    """Write down which of the program's calls each collective is, before anything is changed."""
+    counts: Counter[str] = Counter()
+    for node, row in collectives(graph):
+        group = str(arguments(node).get("group_name")) if has_named_group(node) else ""
+        counts[group] += not row.is_p2p  # those are of two ranks only
+        set_choice(node, Choice(calls=(str(counts[group]),)))
+
+
+def calls_of(node: Node) -> tuple[str, ...]:
+    """The program's own calls that a collective makes; none where nobody has numbered them."""
+    return (choice_of(node) or Choice()).calls
 
 
 def facts_without_choice(node: Node) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fcoll.graph.issued import collectives_of
 from fcoll.graph.nodes import has_named_group
 from fcoll.groups import by_name
 from inductor_ext import watch
-from inductor_ext.choice import choice_of
+from inductor_ext.choice import Choice, choice_of
 from inductor_ext.config import config
 
 
@@ -42,10 +42,11 @@ def card_of(module: torch.fx.GraphModule) -> str:
 
 
 def _how(node: torch.fx.Node) -> str:
-    """Of a collective on shared memory: ranks that read in place meet no others."""
-    choice = choice_of(node)
-    in_place = choice is not None and choice.form in ("fused", "split", "opaque")
-    return "read in place" if in_place else ""
+    """Of a collective on shared memory: ranks that read in place meet no others. And which of the
+    program's calls it makes, since passes leave some out, merge and move them."""
+    choice = choice_of(node) or Choice()
+    in_place = "read in place, " if choice.form in ("fused", "split", "opaque") else ""
+    return f"{in_place}call {' and '.join(choice.calls)} of the graph"
 
 
 class Runs:

@@ -43,8 +43,9 @@ def calls_by_group(
     found: dict[str, list[Call]] = {}
     for call in calls:
         if not call.row.is_p2p:
-            entry = (_signature(call, (how or {}).get(call.start, "")), describe(call))
-            found.setdefault(call.group, []).append(entry)
+            more = (how or {}).get(call.start, "")
+            shown = describe(call) + (f" ({more})" if more else "")
+            found.setdefault(call.group, []).append((_signature(call, more), shown))
     return found
 
 
@@ -149,7 +150,7 @@ def _raise_at_the_first_difference(g: Group, lists: Sequence[tuple[list[Call], s
             group=g.label,
             step=i + 1,
             lines="\n".join(lines),
-            hint=_SAME if alike else _OTHERS,
+            hint=(_SAME + _COMPILED * bool(lists[0][1])) if alike else _OTHERS,
         )
         error.step = i
         error.ranks = tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x))
@@ -159,6 +160,10 @@ def _raise_at_the_first_difference(g: Group, lists: Sequence[tuple[list[Call], s
 _SAME = (
     "All ranks of a group must make the same calls in the same order: look for a branch that only "
     "some of them take."
+)
+_COMPILED = (
+    " If the programs do, the compiler has left out, merged or moved calls by what each rank does "
+    "with their results: set inductor_ext.config.schedule = None on all ranks."
 )
 _OTHERS = (
     "Their settings differ: give all ranks the same schedule and the same machine, whose prices "

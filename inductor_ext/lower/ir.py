@@ -47,6 +47,10 @@ class ArenaKernel(ir.FallbackKernel):
 
     note: str | None = None
 
+    def has_side_effects(self) -> bool:
+        """A rank that does not use a result still meets the others, who may use it."""
+        return True
+
     def codegen(self, wrapper: Any) -> None:
         if self.note:
             wrapper.writeline(wrapper.comment + self.note)

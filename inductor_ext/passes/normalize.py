@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import getitem
 
 from torch.fx import Graph, Node
@@ -9,7 +10,7 @@ from torch.fx import Graph, Node
 from fcoll.eager.ops import op_of
 from fcoll.graph.nodes import collectives, is_wait
 from inductor_ext._torch import is_wait_for_list, wait_tensor
-from inductor_ext.choice import Choice, set_choice
+from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.passes.torchs import why_torchs
 
 
@@ -21,7 +22,7 @@ def normalize(graph: Graph) -> list[str]:
             _wait_for_each(graph, node)
     for node, row in collectives(graph):
         if not row.mutates and not why_torchs(node) and node.target is not op_of(row):
-            set_choice(node, Choice(was=node.target))
+            set_choice(node, replace(choice_of(node) or Choice(), was=node.target))
             node.target = op_of(row)
     for node in graph.nodes:
         if is_wait(node):

@@ -22,7 +22,7 @@ from fcoll.graph.verify import verify
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
 from inductor_ext._torch import CustomGraphPass, is_group_name, symmetric_groups
-from inductor_ext.choice import choice_of
+from inductor_ext.choice import choice_of, number
 from inductor_ext.config import config
 from inductor_ext.passes.choose import choose
 from inductor_ext.passes.normalize import normalize
@@ -58,6 +58,7 @@ class Passes(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if not any(True for _ in collectives(graph)):
             return
+        number(graph)
         for p in PASSES:
             for line in run(p, graph):
                 log.info("%s: %s", p.__name__, line)

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from fcoll.costs.machine import Machine
 from fcoll.errors import FcollError, MissingSize
 from fcoll.graph.issued import Issued
-from fcoll.graph.nodes import waits_of
+from fcoll.graph.nodes import collectives, waits_of
 from fcoll.graph.steps import Step
 from fcoll.scheduling.apply import apply_in_place
 from fcoll.scheduling.plan import Plan
@@ -26,7 +26,7 @@ from fcoll.scheduling.planner import schedule as plan_of
 from fcoll.scheduling.registry import scheduler_of
 from fcoll.scheduling.runtime import Runtime
 from inductor_ext._torch import is_view
-from inductor_ext.choice import Choice, choice_of, set_choice
+from inductor_ext.choice import Choice, calls_of, choice_of, set_choice
 from inductor_ext.config import config
 from inductor_ext.errors import SchedulerFailed
 from inductor_ext.passes.choose import carrier_of
@@ -82,11 +82,13 @@ def schedule(graph: Graph) -> list[str]:
         ) from error
     assert plan.graph_module is not None
     _planned.append(Planned(**{f.name: getattr(plan, f.name) for f in fields(Planned)}))
-    done = dict(_changes(graph, plan))
+    done, calls = dict(_changes(graph, plan)), _calls(graph, plan)
     apply_in_place(graph, plan.graph_module.graph, plan.order)
     for node in graph.nodes:
         if node.name in done:
             set_choice(node, replace(choice_of(node) or Choice(), plan=done[node.name]))
+        if node.name in calls:
+            set_choice(node, replace(choice_of(node) or Choice(), calls=calls[node.name]))
     return [f"{name}: {what}" for name, what in done.items()]
 
 
@@ -141,6 +143,20 @@ def _only_for(start: Node) -> str | None:
             return node.name
         node = node.all_input_nodes[0]
     return None
+
+
+def _calls(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """By the names of the starts that a plan makes: the program's calls that they make."""
+    known = {node.name: calls_of(node) for node, _ in collectives(graph)}
+    made: dict[str, tuple[str, ...]] = {}
+    for bucket in plan.buckets:
+        made[bucket.name] = tuple(x for name in bucket.members for x in known.get(name, ()))
+    for split in plan.splits:
+        for name in split.collectives:
+            whole = made.get(name, known.get(name, ()))
+            for j in range(split.chunks):
+                made[f"{name}_c{j}"] = (*whole, f"chunk {j + 1} of {split.chunks}")
+    return made
 
 
 # -- what is said of it ---

@@ -22,7 +22,7 @@ from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 from fcoll.table.row import Collective
 from inductor_ext._torch import is_pure
-from inductor_ext.choice import facts_without_choice
+from inductor_ext.choice import Choice, calls_of, facts_without_choice, set_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
 from inductor_ext.passes.edit import replace
@@ -32,7 +32,10 @@ aten = torch.ops.aten
 
 
 def simplify(graph: Graph) -> list[str]:
-    """Leave out what is known to change nothing."""
+    """Leave out what is known to change nothing; without a schedule all of the program's calls
+    stay, since other ranks may have other uses for theirs."""
+    if config.schedule is None:
+        return [*_waits_twice(graph)]
     return [*_waits_twice(graph), *_of_replicated(graph), *_scatter_then_gather(graph)]
 
 
@@ -126,6 +129,7 @@ def _scatter_then_gather(graph: Graph) -> Iterable[str]:
             call = (args["input"], args["reduce_op"], args["group_name"])
             made = graph.call_function(op_of(ALL_REDUCE), call)
         made.meta.update(facts_without_choice(gather))  # that is of another op
+        set_choice(made, Choice(calls=(*calls_of(scatter), *calls_of(gather))))
         replace(gather, made)
         graph.erase_node(wait)
         graph.erase_node(scatter)

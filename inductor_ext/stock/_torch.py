@@ -15,6 +15,7 @@ from fcoll.imports import say_what_is_missing
 
 _COMPILER = "torch._inductor.compile_fx"
 _PARTITIONER = "torch._functorch.partitioners"
+_MERGING = "torch._functorch.compile_utils"
 
 
 def inductor_is_loaded() -> bool:
@@ -28,34 +29,67 @@ def partitioner_is_loaded() -> bool:
 
 
 def patch_partitioner(
-    has_effect: Callable[[Node], bool], is_removable: Callable[[Node], bool]
+    has_effect: Callable[[Node], bool], is_collective: Callable[[Node], bool]
 ) -> None:
     """Have the partitioner keep each node that has an effect in the one graph it belongs to, and
-    remove each node that is removable and that nobody uses."""
+    each collective in the graph it was traced in, used or not; in the other one it stays only if it
+    is used, as one that is computed again is. None of them is merged with an equal one."""
     partitioners = sys.modules[_PARTITIONER]
     # Cuts the forward or the backward graph out of the joint one.
     extract = partitioners._extract_graph_with_inputs_outputs
     # May a node be computed again in the backward graph?
     is_not_collective = partitioners.is_not_collective
-    # In which of the two graphs must a node stay, and in which was it traced?
+    # In which of the two graphs must a node stay?
     in_forward, in_backward = partitioners._must_be_in_forward, partitioners._must_be_in_backward
-    is_backward = partitioners._has_tag_is_backward
+    # Merges equal calls, but not those of random ops.
+    merge, random_ops = sys.modules[_MERGING].fx_graph_cse, sys.modules[_MERGING].rand_ops
 
-    def extract_without_unused(*args: Any, **kwargs: Any) -> Graph:
-        graph = extract(*args, **kwargs)
-        graph.eliminate_dead_code(is_impure_node=lambda node: not is_removable(node))
+    def extract_without_copies(
+        joint_graph: Graph,
+        inputs: Any,
+        outputs: Any,
+        outputs_descs: Any,
+        subgraph: str | None = None,
+        **kwargs: Any,
+    ) -> Graph:
+        graph = extract(joint_graph, inputs, outputs, outputs_descs, subgraph, **kwargs)
+
+        def is_copy(node: Node) -> bool:
+            return is_collective(node) and _is_backward(node) != (subgraph == "backward")
+
+        if graph.eliminate_dead_code(is_impure_node=lambda node: not is_copy(node)):
+            graph.eliminate_dead_code()  # what was computed for them, so that it is not saved
         return graph
 
+    def merge_but_collectives(graph: Graph, *args: Any, **kwargs: Any) -> Graph:
+        called = [x.target for x in graph.nodes if is_collective(x)]
+        packets = {op.overloadpacket for op in called if hasattr(op, "overloadpacket")}
+        random_ops.extend(packets.difference(random_ops))
+        return merge(graph, *args, **kwargs)
+
+    vars(sys.modules[_MERGING]).update(fx_graph_cse=merge_but_collectives)
     vars(partitioners).update(
-        _extract_graph_with_inputs_outputs=extract_without_unused,
-        is_not_collective=lambda node: has_effect(node) or is_not_collective(node),
+        fx_graph_cse=merge_but_collectives,
+        _extract_graph_with_inputs_outputs=extract_without_copies,
+        is_not_collective=lambda node: is_collective(node) or is_not_collective(node),
         _must_be_in_forward=lambda node: (
-            in_forward(node) or (has_effect(node) and not is_backward(node))
+            in_forward(node) or (has_effect(node) and not _is_backward(node))
         ),
         _must_be_in_backward=lambda node: (
-            in_backward(node) or (has_effect(node) and is_backward(node))
+            in_backward(node) or (is_collective(node) and _is_backward(node))
         ),
     )
+
+
+def _is_backward(node: Node) -> bool:
+    """Was a node of a joint graph traced in the backward pass? What an autograd.Function does there
+    has no tag: it is what comes after all that has the forward pass's."""
+    partitioners = sys.modules[_PARTITIONER]
+    if partitioners._has_tag_is_backward(node) or partitioners._has_tag_is_forward(node):
+        return partitioners._has_tag_is_backward(node)
+    nodes = list(node.graph.nodes)
+    is_last = not any(map(partitioners._has_tag_is_forward, nodes[nodes.index(node) :]))
+    return is_last and any(map(partitioners._has_tag_is_backward, nodes))
 
 
 say_what_is_missing(__name__)

@@ -11,7 +11,6 @@ from operator import getitem
 
 from torch.fx import Node
 
-from fcoll.eager.ops import op_of
 from fcoll.graph.nodes import is_wait, row_of_node
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -33,13 +32,14 @@ def teach() -> None:
 
 @functools.cache
 def _teach_partitioner() -> None:
-    """Tell AOTAutograd's partitioner what it knows of torch's own collectives.
+    """Have AOTAutograd's partitioner run each collective where the program does, torch's own too.
 
-    It copies into the forward and into the backward graph whatever could be computed there, and
-    then removes what nobody uses. Untaught, it would leave collectives of fcoll that nobody uses
-    or waits for, and run a send of the forward graph once more in the backward graph.
+    It merges equal calls, copies into the forward and into the backward graph whatever could be
+    computed there, and then removes what nobody uses. But what this rank has no use for, or has
+    already, others may still wait for. Untaught, it would also run a send of the forward graph once
+    more in the backward graph.
     """
-    _torch.patch_partitioner(_has_effect, _is_removable)
+    _torch.patch_partitioner(_has_effect, lambda node: _source(node) is not None)
 
 
 def _has_effect(node: Node) -> bool:
@@ -47,17 +47,8 @@ def _has_effect(node: Node) -> bool:
     return row is not None and row.side_effect
 
 
-def _is_removable(node: Node) -> bool:
-    row = _source(node)
-    return row is not None and not (row.side_effect or row.mutates)
-
-
 def _source(node: Node) -> Collective | None:
-    """The row of the op of fcoll that a node calls, waits for, or is an element of the result of.
-
-    None for torch's own collectives: the partitioner knows those.
-    """
+    """The row of the collective that a node calls, waits for, or is an element of the result of."""
     while is_wait(node) or node.target is getitem:
         node = node.args[0]  # type: ignore[assignment]
-    row = row_of_node(node)
-    return row if row is not None and node.target is op_of(row) else None
+    return row_of_node(node)
