@@ -236,6 +236,22 @@ def torchs_collectives() -> list[Any]:
     return [op for op in ops if op.namespace == "_c10d_functional"]
 
 
+def ops_on_functions() -> list[Any]:
+    """The ops that Inductor lowers and that are given graphs: regions, branches, loops."""
+    return [op for op in lowering.lowerings if isinstance(op, torch._ops.HigherOrderOperator)]
+
+
+def runs_region(node: torch.fx.Node) -> bool:
+    """Does a node run the graph that it is given, once and whatever the values are?"""
+    region = torch.ops.higher_order.invoke_subgraph
+    return region in (node.target, *node.args[1:2])  # with_effects has it as its second argument
+
+
+def regions_in(operation: Any) -> list[torch.fx.GraphModule]:
+    """The graphs that an operation of the graph that is being lowered runs."""
+    return [subgraph.graph_module for subgraph in operation.get_subgraphs()]
+
+
 PyCodeCache = private("torch._inductor.codecache", "PyCodeCache")
 
 

@@ -15,17 +15,20 @@ import hashlib
 import json
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fcoll.errors import PlanMismatch
 from fcoll.graph.agreement import Call, Compared, calls_by_group, compare, compared
-from fcoll.graph.issued import collectives_of
-from fcoll.graph.nodes import has_named_group
+from fcoll.graph.issued import Issued, collectives_of
+from fcoll.graph.nodes import has_named_group, regions_of
 from fcoll.groups import by_name
 from inductor_ext import watch
+from inductor_ext._torch import runs_region
 from inductor_ext.choice import Choice, choice_of
 from inductor_ext.config import config
 
@@ -33,12 +36,25 @@ from inductor_ext.config import config
 def card_of(module: torch.fx.GraphModule) -> str:
     """What a graph issues on its groups, as text that may stand in code of any language. Groups
     that are values of the graph are not known before it runs: nothing is said of them."""
-    nodes = {node.name: node for node in module.graph.nodes}
-    calls = [c for c in collectives_of(module) if has_named_group(nodes[c.start])]
-    how = {c.start: _how(nodes[c.start]) for c in calls}
+    calls, how = [], {}
+    for call, node in _issued(module):
+        calls.append(call)
+        how[call.start] = _how(node)
     settings = hashlib.sha256(repr(config.key()).encode()).hexdigest()
     plain = json.dumps([calls_by_group(calls, how), settings])
     return base64.b64encode(zlib.compress(plain.encode())).decode()
+
+
+def _issued(module: torch.fx.GraphModule, within: str = "") -> Iterator[tuple[Issued, Node]]:
+    """(call, its node) of a graph and of the regions that it runs, each as often as it does. What
+    branches and loops issue depends on values: nothing is said of it."""
+    calls = {call.start: call for call in collectives_of(module)}
+    for node in module.graph.nodes:
+        if node.name in calls and has_named_group(node):
+            yield replace(calls[node.name], start=within + node.name), node
+        elif runs_region(node):
+            for region in regions_of(node):
+                yield from _issued(region, f"{within}{node.name}.")
 
 
 def _how(node: torch.fx.Node) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from inductor_ext._torch import V
+from fcoll.graph.nodes import communicates
+from inductor_ext._torch import V, regions_in
 
 
 @dataclass
@@ -43,6 +46,27 @@ def lanes() -> dict[int, tuple[Any, Any]]:
 
 def _state_of(graph: Any) -> Lowering:
     return vars(graph).setdefault("fcoll", Lowering())
+
+
+def regions_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """The lowering of an op on functions: what communicates in them runs, and in its place, even
+    if nobody uses what it gives."""
+
+    @functools.wraps(lower)
+    def lower_in_order(*args: Any, **kwargs: Any) -> Any:
+        before = len(V.graph.operations)
+        made = lower(*args, **kwargs)
+        for operation in filter(region_communicates, V.graph.operations[before:]):
+            operation.has_side_effects = lambda: True
+            in_order(operation)
+        return made
+
+    return lower_in_order
+
+
+def region_communicates(operation: Any) -> bool:
+    """Does an operation run a graph with collectives in it?"""
+    return any(map(communicates, regions_in(operation)))
 
 
 def in_order(operation: Any) -> None:

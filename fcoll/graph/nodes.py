@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from operator import getitem
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_iter
 
 from fcoll.graph import _torch
@@ -56,6 +57,25 @@ def collectives(graph: Graph) -> Iterator[tuple[Node, Collective]]:
         row = row_of_node(node)
         if row is not None and not row.is_wait:
             yield node, row
+
+
+def regions_of(node: Node) -> list[GraphModule]:
+    """The graphs that a call of an op on functions is given, as of a nested region or a branch."""
+    owner = node.graph.owning_module
+    named = [x.target for x in node.all_input_nodes if x.op == "get_attr"]
+    given = [operator.attrgetter(str(name))(owner) for name in named if owner is not None]
+    return [x for x in given if isinstance(x, GraphModule)]
+
+
+def communicates(graph_module: GraphModule) -> bool:
+    """Is there a collective in a graph, or in one that is nested in it?"""
+    graphs = graphs_in(graph_module)
+    return any(row_of_node(node) is not None for graph in graphs for node in graph.nodes)
+
+
+def graphs_in(graph_module: GraphModule) -> list[Graph]:
+    """A module's graph, and those that are nested in it."""
+    return [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
 
 
 def start_of(wait: Node) -> Node | None:

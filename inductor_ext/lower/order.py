@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fcoll.graph.nodes import collectives, graphs_in, regions_of
 from fcoll.table.collectives import row_of
 from inductor_ext._torch import CollectiveKernel, V, WaitKernel, bytes_of, ir, is_view
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.lower.ir import ArenaKernel, ClaimKernel, compared_first
-from inductor_ext.state import current
+from inductor_ext.state import current, region_communicates
 
 
 def held(lower: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +27,7 @@ def held(lower: Callable[..., Any]) -> Callable[..., Any]:
 
     def in_place(*args: Any, **kwargs: Any) -> Any:
         state = current()
-        if not state.ordered and choice_of(V.graph.current_node) is not None:
+        if not state.ordered and _is_planned(V.graph.current_node):
             state.ordered = True
             if config.compare and getattr(V.graph, "parent", None) is None:
                 state.last_held = compared_first()
@@ -38,6 +39,13 @@ def held(lower: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return in_place
+
+
+def _is_planned(node: Any) -> bool:
+    """Have the passes seen a collective, or those of the regions and branches of a call?"""
+    graphs = [graph for region in regions_of(node) for graph in graphs_in(region)]
+    inside = (start for graph in graphs for start, _ in collectives(graph))
+    return any(choice_of(x) is not None for x in (node, *inside))
 
 
 def _hold(made: Sequence[Any]) -> None:
@@ -65,7 +73,8 @@ def _hold(made: Sequence[Any]) -> None:
 def _communicates(op: Any) -> bool:
     if isinstance(op, ArenaKernel):
         return not isinstance(op, ClaimKernel)
-    return isinstance(op, (CollectiveKernel, WaitKernel)) or _row(op) is not None
+    is_call = isinstance(op, (CollectiveKernel, WaitKernel)) or _row(op) is not None
+    return is_call or region_communicates(op)
 
 
 def _waits(op: Any) -> bool:

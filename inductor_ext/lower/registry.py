@@ -19,6 +19,7 @@ from inductor_ext._torch import (
     comm_buffers_on_cpu,
     ir,
     lowering,
+    ops_on_functions,
     torchs_collectives,
     tree_map,
     wait_tensor,
@@ -81,6 +82,8 @@ def register() -> None:
         _put(op, lower)
     for op in torchs_collectives():  # of those nothing is changed but that they stay in order
         _put(op, torchs_own(op))
+    for op in ops_on_functions():
+        _put(op, lowering.lowerings[op])
 
 
 def _put(op: Any, lower: Lower) -> None:

@@ -18,15 +18,17 @@ from inductor_ext._torch import (
     WaitKernel,
     ir,
     lowering,
+    ops_on_functions,
+    torchs_collectives,
     tree_map,
     wait_tensor,
 )
-from inductor_ext.state import in_order
+from inductor_ext.state import in_order, regions_in_order
 
 
 def add_rows(rows: Iterable[Collective]) -> None:
     """Give Inductor a lowering of each row's op that has none. It may be called again for more."""
-    _keep_waits_in_order()
+    _keep_in_order()
     for row in rows:
         op = op_of(row)
         if not row.mutates and not row.is_wait and op not in lowering.lowerings:
@@ -51,14 +53,33 @@ def last_kernel(kind: type = ir.FallbackKernel) -> Any:
 
 
 @functools.cache
-def _keep_waits_in_order() -> None:
-    """Keep a wait for a send or receive after all that has started before it.
+def _keep_in_order() -> None:
+    """Keep a wait for a send or receive after all that has started before it, and torch's own
+    collectives in one order with fcoll's and with regions and branches that communicate.
 
-    Inductor keeps the order in which collectives start, but not that of a wait and the starts
-    before it: of two ranks that send to each other, each would wait before it starts to receive.
+    Inductor keeps the order in which its collective kernels start, but not that of a wait and the
+    starts before it: of two ranks that send to each other, each would wait before it starts to
+    receive. And it knows of no communication but those kernels.
     """
-    stock_wait = lowering.lowerings[wait_tensor]
-    lowering.register_lowering(wait_tensor, type_promotion_kind=None)(_in_order(stock_wait))
+    put = functools.partial(lowering.register_lowering, type_promotion_kind=None)
+    for op in torchs_collectives():
+        lower = lowering.lowerings[op]
+        put(op)(_in_order(lower) if op is wait_tensor else _started_in_order(lower))
+    for op in ops_on_functions():
+        put(op)(regions_in_order(lowering.lowerings[op]))
+
+
+def _started_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lower)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        before = len(V.graph.operations)
+        out = lower(*args, **kwargs)
+        for made in V.graph.operations[before:]:
+            if isinstance(made, CollectiveKernel) and not isinstance(made, WaitKernel):
+                in_order(made)
+        return out
+
+    return start
 
 
 def _in_order(stock_wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
