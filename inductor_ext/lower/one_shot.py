@@ -91,12 +91,23 @@ def why_not(row: Collective, args: dict[str, Any], group: Group, config: Config)
 
 def _not_reduced(dtype: torch.dtype, reduce_op: str | None) -> str:
     if reduce_op is None:  # nothing is to be reduced
-        return ""
+        return "" if _is_selectable(dtype) else f"Inductor selects among no values of {dtype}"
     if reduce_op not in _BINARY:
         return f"{reduce_op} is not a reduction of the compiler's"
     if dtype not in _FLOATS and (dtype not in _INTS or reduce_op == "avg"):
         return f"{reduce_op} of {dtype} is left to the eager kernel"
     return ""
+
+
+def _is_selectable(dtype: torch.dtype) -> bool:
+    """Can a loop take each element from one of several parts? Inductor promotes the values of such
+    a choice with booleans, which torch refuses for float8 and for unsigned integers above 8 bits.
+    """
+    try:
+        torch.promote_types(torch.bool, dtype)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _too_large(x: torch.Tensor, limit: int, n: int) -> str:
