@@ -16,7 +16,7 @@ from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.plugins import plugin
 from fcoll.table import shapes
-from fcoll.table.collectives import COLLECTIVES
+from fcoll.table.collectives import COLLECTIVES, functional_row
 from fcoll.table.row import Call, Collective
 from fcoll.transport.shared_memory import handle_of
 
@@ -48,6 +48,8 @@ def define(row: Collective) -> None:
         torch.library.register_fake(f"fcoll::{row.name}", _fake_kernel(row), lib=_lib)
         if row.adjoint:
             _lib.impl(row.name, _autograd_kernel(row), "Autograd")
+    if row.functional:
+        _lib.impl(row.name, _value_and_copy(row), "Functionalize")
     if row.batched:
         torch.library.register_vmap(f"fcoll::{row.name}", _vmap(row), lib=_lib)
     if row.native.kernel:
@@ -78,6 +80,21 @@ def _fake_kernel(row: Collective) -> Callable[..., Any]:
             return like.new_empty(shape)
         likes = next(a for a in args if isinstance(a, (list, tuple)) and isinstance(a[0], Tensor))
         return [x.new_empty(s) for x, s in zip(likes, shape, strict=True)]
+
+    return kernel
+
+
+def _value_and_copy(row: Collective) -> Callable[..., Any]:
+    """A row that writes, in a graph of values. What torch makes of such ops by itself is left out
+    where nobody reads what was written, and is none of ops that return it."""
+
+    def kernel(given: Any, *args: Any, out: Any = None) -> Any:
+        made = op_of(functional_row(row))(given, *args)
+        written = given if out is None else out
+        pairs = zip(written, made, strict=True) if row.on_lists else [(written, made)]
+        for target, value in pairs:
+            target.copy_(torch.ops.fcoll.wait_tensor(value))
+        return written
 
     return kernel
 
