@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from fcoll import _torch
 from fcoll.errors import PlanMismatch
 from fcoll.graph.issued import Issued, describe
 from fcoll.groups import Group
-from fcoll.lobby import Elsewhere
+from fcoll.lobby import Elsewhere, NotMet
 from fcoll.transport.handshake import give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
@@ -99,6 +100,8 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
         cards = exchange(json.dumps((digest, begun, first)))
         if len({json.loads(card)[0] for card in cards}) > 1:
             lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
+            with suppress(NotMet):  # one rank may serve the store: it stays until all have read it
+                exchange("")
     if lists:
         _raise_at_the_first_difference(g, lists)
     known.agreed.add(digest)
