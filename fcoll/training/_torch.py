@@ -32,6 +32,11 @@ def group_name_of(pg: dist.ProcessGroup) -> str | None:
     return name if known == pg else None
 
 
+def is_fake_group(pg: dist.ProcessGroup) -> bool:
+    """Is it a group of which only this rank is there?"""
+    return dist.distributed_c10d._world.pg_map.get(pg, ("", None))[0] == "fake"
+
+
 def replace(name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(torch's own)`` in the place of a name of torch.distributed."""
     setattr(dist, name, make(getattr(dist, name)))

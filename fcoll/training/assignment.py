@@ -113,14 +113,18 @@ def in_ready_order(
     return indices[::-1] if last_is_small else indices
 
 
-def agreed(indices: list[list[int]], group: Collectives, device: torch.device) -> list[list[int]]:
-    """Rank 0's buckets."""
+def agreed(
+    indices: list[list[int]], number: int, group: Collectives, device: torch.device
+) -> tuple[list[list[int]], int]:
+    """Rank 0's buckets, and its number of the reducer."""
     flat = [i for members in indices for i in members]
     of = [b for b, members in enumerate(indices) for _ in members]
-    rank0s = group.broadcast_(torch.tensor([flat, of], dtype=torch.int32).to(device))
+    mine = torch.tensor([[*flat, number], [*of, 0]], dtype=torch.int32)
+    rank0s = group.broadcast_(mine.to(device))
     if _torch.is_fake(rank0s):
-        return indices
-    made: list[list[int]] = [[] for _ in range(1 + int(rank0s[1].max()))]
-    for index, b in zip(*rank0s.tolist(), strict=True):
+        return indices, number
+    (*flat, number), (*of, _) = rank0s.tolist()
+    made: list[list[int]] = [[] for _ in range(1 + max(of))]
+    for index, b in zip(flat, of, strict=True):
         made[b].append(index)
-    return made
+    return made, number

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.errors import BadBuckets, BadGradient
-from fcoll.training import _torch
+from fcoll.training import _torch, tags
 
 LARGE = 1 << 14  # elements; from here on one call that copies and scales beats two passes
 
@@ -73,7 +73,9 @@ class DenseBucket:
 
     sparse = False
 
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+    def __init__(
+        self, indices: Sequence[int], params: Sequence[Tensor], tagged: bool = True
+    ) -> None:
         self.indices = tuple(indices)
         self.params = [params[i] for i in indices]
         self.sizes = [p.shape for p in self.params]
@@ -95,8 +97,12 @@ class DenseBucket:
         ]
         lengths = [p.numel() for p in self.params]
         self.offsets = [0, *itertools.accumulate(lengths)][:-1]
+        self.length = sum(lengths)
+        # reading a tag of another device's memory would wait for it
+        tagged = tagged and first.device.type == "cpu" and not _torch.is_fake(first)
         # not zeros: every gradient is written, or zeroed, before it is sent
-        self.lay_into(torch.empty(sum(lengths), dtype=first.dtype, device=first.device))
+        whole = self.length + (tags.BITS if tagged else 0)
+        self.lay_into(torch.empty(whole, dtype=first.dtype, device=first.device))
         self.shared: Any = None  # its Place, if it is in memory that all ranks can map
         self.place = {i: k for k, i in enumerate(self.indices)}
         self.work: Any = None
@@ -105,10 +111,12 @@ class DenseBucket:
     def bytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
 
-    def lay_into(self, buffer: Tensor) -> None:
-        """Have the gradients in this tensor."""
-        self.buffer = buffer
-        self.views = self.views_of(buffer)
+    def lay_into(self, message: Tensor) -> None:
+        """Have the gradients in this tensor, and behind them the tag."""
+        self.message = message
+        self.buffer = message[: self.length]
+        self.tail = message[self.length :] if message.numel() > self.length else None
+        self.views = self.views_of(self.buffer)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of a flat tensor for each parameter, with the strides of its gradient."""
@@ -207,6 +215,7 @@ class SparseBucket:
     """The one sparse gradient that is sent by itself."""
 
     sparse = True
+    tail: Tensor | None = None  # it has no tag
 
     def __init__(self, index: int, params: Sequence[Tensor]) -> None:
         self.indices = (index,)
@@ -217,6 +226,10 @@ class SparseBucket:
         self.buffer = torch.empty(0, dtype=params[index].dtype, device=params[index].device)
         self.views = [None]
         self.shared: Any = None
+
+    @property
+    def message(self) -> Tensor:
+        return self.buffer
 
     @property
     def bytes(self) -> int:
@@ -264,7 +277,9 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype}" if x.layout is torch.strided else f"{x.dtype} ({x.layout})"
 
 
-def made(indices: Sequence[int], params: Sequence[Tensor], sparse: Sequence[bool]) -> Bucket:
+def made(
+    indices: Sequence[int], params: Sequence[Tensor], sparse: Sequence[bool], tagged: bool = True
+) -> Bucket:
     """The bucket of the parameters with these indices."""
     if not indices:
         raise BadBuckets(why="Empty bucket specified", hint="Leave it out.")
@@ -279,4 +294,4 @@ def made(indices: Sequence[int], params: Sequence[Tensor], sparse: Sequence[bool
             "sparse gradient"
         )
         raise BadBuckets(why=why, hint="Give each of those a bucket of its own.")
-    return DenseBucket(indices, params)
+    return DenseBucket(indices, params, tagged)

@@ -54,6 +54,7 @@ class Collectives:
         self.pg = pg
         self.name = _torch.group_name_of(pg)
         self.n, self.rank = pg.size(), pg.rank()
+        self.fake = _torch.is_fake_group(pg)  # nobody is there to add anything up
 
     def sum_(self, x: Tensor, at_once: bool = False) -> Started:
         """Start to add x up over the group, in place; ``at_once`` if the wait follows."""

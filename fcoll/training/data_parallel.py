@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from fcoll.errors import BadCommHook, JoinCompiled, fail
 from fcoll.functions import all_reduce, broadcast, wait_tensor
 from fcoll.groups import Group, GroupLike, resolve
-from fcoll.training import _torch
+from fcoll.training import _torch, tags
 from fcoll.training.assignment import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -87,6 +87,7 @@ class DataParallel(DistributedDataParallel):
         **options: Any,
     ) -> None:
         resolved = resolve(group)
+        number = tags.UNKNOWN
         if init_sync:
             compared = {
                 "broadcast_buffers": broadcast_buffers,
@@ -94,7 +95,7 @@ class DataParallel(DistributedDataParallel):
                 "static_graph": static_graph,
                 "bucket_cap_mb": bucket_cap_mb,
             }
-            _verify(module, resolved.pg, compared)
+            number = _verify(module, resolved.pg, compared)
             _connect(module, resolved)
         if not broadcast_buffers:
             options[_NOT_SYNCED] = False
@@ -110,6 +111,7 @@ class DataParallel(DistributedDataParallel):
                 **options,
             )
         self.reducer.warns_of_late = True
+        self.reducer.set_number(number)
         self.group_name = resolved.name
         self.mixed = _precision(mixed_precision)
         self.comm_hook = comm_hook
@@ -239,12 +241,14 @@ _NOT_SYNCED = (
 )
 
 
-def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> None:
+def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:
+    """Have the ranks the same model and options? A number for the reducer on which they agree."""
     ignored: Sequence[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
-    if named:
-        names, params = zip(*named, strict=True)
-        verify_params_across_processes(pg, params, names=names, options=options)
+    if not named:
+        return tags.UNKNOWN
+    names, params = zip(*named, strict=True)
+    return verify_params_across_processes(pg, params, names=names, options=options)
 
 
 def _connect(module: nn.Module, group: Group) -> None:

@@ -163,10 +163,9 @@ def graph_changed(index: int, name: str, expected: int) -> str:
     )
 
 
-def of_bucket(indices: Sequence[int], names: Sequence[Sequence[str]]) -> str:
-    """What was being reduced when it failed: a bucket, or one of those that were under way when it
-    started. ``names`` are those of all buckets."""
-    what = [
-        f"bucket {i} of {len(names)}, with the gradients of {listed(names[i])}" for i in indices
-    ]
-    return f"It was {', or '.join(what)}"
+def bucket(index: int, count: int, names: Sequence[str], made_at: str) -> str:
+    """One of a reducer's buckets."""
+    return (
+        f"bucket {index} of {count}, with the gradients of {listed(names)} (the reducer that was "
+        f"made at {made_at})"
+    )

@@ -34,7 +34,7 @@ from fcoll.errors import (
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
 from fcoll.source import Site, part, show, user_site
-from fcoll.training import _torch, explain, hooks
+from fcoll.training import _torch, explain, hooks, tags
 from fcoll.training import bucket as buckets
 from fcoll.training.arrivals import arrivals_of
 from fcoll.training.assignment import (
@@ -122,6 +122,7 @@ class Reducer(Settings):
         self._reset()
         self.rebuilt = False
         self.initialize_buckets(bucket_indices)
+        tags.register(self)
 
     def _listen(self, to_nothing: bool) -> None:
         """Be told of gradients. Their hooks know the reducer weakly: it goes when its owner does,
@@ -160,8 +161,10 @@ class Reducer(Settings):
                 )
             )
         self.indices = [list(members) for members in bucket_indices]
-        self._buckets = [buckets.made(b, self.params, self.sparse) for b in self.indices]
+        real = not self.group.fake
+        self._buckets = [buckets.made(b, self.params, self.sparse, real) for b in self.indices]
         put_into_shared_memory(self._buckets, self.group)
+        self.set_number(self.number)
         bucket_of, views = [0] * len(self.params), [None] * len(self.params)
         for b, bucket in enumerate(self._buckets):
             for i, view in zip(bucket.indices, bucket.views, strict=True):
@@ -207,7 +210,10 @@ class Reducer(Settings):
         indices = in_ready_order(self.params, self._order, self.caps, self.sparse)
         self.rebuilt = True
         self._order = []
-        self.initialize_buckets(agreed(indices, self.group, self.params[0].device))
+        number = self.number or tags.proposed()
+        indices, number = agreed(indices, number, self.group, self.params[0].device)
+        self.number = self.number or number
+        self.initialize_buckets(indices)
         return True
 
     def get_grad_buckets(self, return_zero_tensors: bool = True) -> list[GradBucket]:
@@ -352,7 +358,10 @@ class Reducer(Settings):
                 return started
             bucket.shared = None
         last = index == len(self._buckets) - 1  # it is waited for at once
-        return self.group.sum_(bucket.buffer, at_once=last)
+        if bucket.tail is None or self._joining:
+            return self.group.sum_(bucket.buffer, at_once=last)
+        self.tags[index].write(bucket.tail)
+        return self.group.sum_(bucket.message, at_once=last)
 
     def _run_hook(self, bucket: GradBucket) -> Any:
         assert self._hook is not None
@@ -394,7 +403,10 @@ class Reducer(Settings):
             keep = [self.used.unused(i) for i in bucket.indices] if agrees else []  # type: ignore[union-attr]
             try:
                 with torch.no_grad(), part(self._parts[index]):
-                    result = work.wait() if self._hook is None else hooks.result_of(work)
+                    if self._hook is None:
+                        result = self._gradients_in(work.wait(), index)
+                    else:
+                        result = hooks.result_of(work)
                     own = result is bucket.buffer and not any(keep)
                     if not self._optimizes and not (own and self.arrivals.give_back(index)):
                         bucket.spread(result, self.shares, keep)

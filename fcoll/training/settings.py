@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import BadCommHook
-from fcoll.training import explain, hooks
+from fcoll.errors import BadCommHook, CollectiveMismatch
+from fcoll.source import show, user_site
+from fcoll.training import _torch, explain, hooks, tags
 from fcoll.training.bucket import Bucket, GradBucket
 from fcoll.training.collectives import Collectives
 from fcoll.training.statistics import Statistics
@@ -37,6 +38,10 @@ class Settings:
         self._optimizes = False
         self._futures: Sequence[Any] = ()
         self._forward_work: tuple[Any, bool] | None = None
+        self.number = tags.UNKNOWN
+        self.tags: list[tags.Tag] = []
+        site = user_site()
+        self.made_at = show(site) if site else "?"
         # ranks that have joined send zeros from other memory: meanwhile nobody sums in place
         self._joining = False
 
@@ -105,8 +110,15 @@ class Settings:
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce over another group from now on."""
         self.group = Collectives(new_process_group)
+        self.set_number(tags.UNKNOWN)
         for bucket in self._buckets:
             bucket.shared = None  # the memory is shared by the other group's ranks
+
+    def set_number(self, number: int) -> None:
+        """Have this number among the group's reducers, on all ranks: buckets are told apart by it
+        and by the names of their parameters."""
+        self.number = number
+        self.tags = [tags.Tag(number, [self.names[i] for i in b]) for b in self.indices]
 
     def remove_autograd_hooks(self) -> None:
         """Be called for gradients no more."""
@@ -128,14 +140,31 @@ class Settings:
             return torch.zeros(0, dtype=torch.int32)
         return self.used.on_device
 
+    def shown(self, index: int) -> str:
+        """A bucket, as errors speak of it."""
+        names = [self.names[i] for i in self.indices[index]]
+        return explain.bucket(index, len(self.indices), names, self.made_at)
+
     # -- errors ------------------------------------------------------------------------------------
+
+    def _gradients_in(self, message: Tensor, index: int) -> Tensor:
+        """Of a bucket's message that was added up, unless other ranks sent another bucket."""
+        bucket, tag = self._buckets[index], self.tags[index]
+        if bucket.tail is None or message is not bucket.message:
+            return message
+        # a mode may have other values than these numbers
+        other = tag.others(bucket.tail, self.group.n) if _torch.nobody_watches() else tag.value
+        if other != tag.value:
+            mine, theirs = self.shown(index), tags.whose(other, self.group.name)
+            text = f"rank {self.group.rank} reduces {mine}, where others reduce {theirs}"
+            raise CollectiveMismatch(message=text)
+        return bucket.buffer
 
     def _fail(self, error: Exception, buckets: Sequence[int] = ()) -> None:
         """Raise, after telling the logger; of buckets that may have failed, with parameters."""
-        if buckets and error.args:
-            names = [[self.names[i] for i in indices] for indices in self.indices]
-            text = explain.of_bucket(buckets, names)
-            error.args = (f"{error.args[0]}\n{text}.", *error.args[1:])
+        if buckets and error.args and self.shown(buckets[0]) not in error.args[0]:
+            text = ", or ".join(self.shown(b) for b in buckets)
+            error.args = (f"{error.args[0]}\nIt was {text}.", *error.args[1:])
         logger = self._logger()
         if logger is not None:
             logger.set_error_and_log(str(error))

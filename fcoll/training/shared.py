@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fcoll.errors import from_native
 from fcoll.groups import by_name
 from fcoll.training import _torch
 from fcoll.training.bucket import Bucket, DenseBucket
@@ -32,7 +33,10 @@ class Place:
         """Start to add the bucket up over the group; None if some rank could not map the others'
         memory, on all ranks."""
         recorded = group.recorded("all_reduce", x)
-        found = build.fast.sum_in_place(self.memory, self.at, x, group.name)
+        try:
+            found = build.fast.sum_in_place(self.memory, self.at, x, group.name)
+        except RuntimeError as error:
+            raise from_native(error) from None
         return None if found is NotImplemented else Started(x, found, recorded=recorded)
 
 
@@ -47,12 +51,13 @@ def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> Non
         return
     starts = [0]
     for bucket in dense:
-        starts.append(starts[-1] + -(-bucket.bytes // PAGE) * PAGE)
+        bytes_ = bucket.message.numel() * bucket.message.element_size()
+        starts.append(starts[-1] + -(-bytes_ // PAGE) * PAGE)
     memory = build.fast.SharedBuckets(handle, starts.pop())
     for bucket, at in zip(dense, starts, strict=True):
-        buffer = memory.tensor(at, bucket.buffer.numel(), bucket.buffer)
-        if buffer is not None:
-            bucket.lay_into(buffer)
+        message = memory.tensor(at, bucket.message.numel(), bucket.message)
+        if message is not None:
+            bucket.lay_into(message)
         bucket.shared = Place(memory, at)  # without memory of its own too: the others hear of it
 
 

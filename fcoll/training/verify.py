@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.errors import ParametersDiffer
-from fcoll.training import _torch
+from fcoll.training import _torch, tags
 
 
 def verify_params_across_processes(
@@ -18,26 +18,31 @@ def verify_params_across_processes(
     logger: Any = None,
     names: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-) -> None:
+) -> int:
     """Raise on all ranks unless all have as many parameters, of the same dtypes, sizes and strides;
     with ``names`` and ``options``, of the same names and with the same options.
 
+    The result is a number for their reducer, the same on all ranks.
+
     >>> from fcoll.training.verify import verify_params_across_processes
-    >>> verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3)])
+    >>> verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3)]) > 0
+    True
     """
     if not params or _torch.is_fake(params[0]):
-        return  # no data, so nothing to compare: all ranks are the same program
+        return tags.UNKNOWN  # no data, so nothing to compare: all ranks are the same program
     names = names or [""] * len(params)
     mine = [(*_card(p), name) for p, name in zip(params, names, strict=False)]
-    given = _exchange(process_group, (dict(options or {}), mine))
+    given = _exchange(process_group, (dict(options or {}), mine, tags.proposed()))
     me = process_group.rank()
     try:
-        _compare_options(me, [theirs for theirs, _ in given])
-        _compare(me, [cards for _, cards in given])
+        _compare_options(me, [theirs for theirs, _, _ in given])
+        _compare(me, [cards for _, cards, _ in given])
     except ParametersDiffer as error:
         if logger is not None:
             logger.set_error_and_log(str(error))
         raise
+    number: int = given[0][-1]
+    return number
 
 
 Card = tuple[list[int], list[int], str, str]  # sizes, strides, dtype, name
