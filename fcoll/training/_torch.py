@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
+from fcoll._torch import work_registry_size
 from fcoll.imports import say_what_is_missing
 
 
@@ -35,6 +36,21 @@ def group_name_of(pg: dist.ProcessGroup) -> str | None:
 def is_fake_group(pg: dist.ProcessGroup) -> bool:
     """Is it a group of which only this rank is there?"""
     return dist.distributed_c10d._world.pg_map.get(pg, ("", None))[0] == "fake"
+
+
+def make_reducer(ddp: Any) -> None:
+    """Give torch's DistributedDataParallel a reducer for the parameters that it has now."""
+    params, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(params)
+    ddp._ddp_init_helper(params, sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in what a module returned, as DistributedDataParallel finds them."""
+    return list(torch.nn.parallel.distributed._find_tensors(output))
 
 
 def replace(name: str, make: Callable[[Any], Any]) -> None:
@@ -71,6 +87,13 @@ def plain(x: Tensor) -> Tensor:
 def is_fake(x: Tensor) -> bool:
     """Has it no data?"""
     return x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
+
+
+def note_this_thread() -> None:
+    """Have torch keep what is under way for this thread by itself. Before it has, a collective that
+    starts in a hook belongs to the thread that made the hook's node, and the wait for it, after the
+    backward pass, does not find it."""
+    work_registry_size()
 
 
 def backward_pass() -> int:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from fcoll.errors import BadCommHook, JoinCompiled, fail
+from fcoll.errors import BadCommHook, JoinCompiled, UnknownGroup, fail
 from fcoll.functions import all_reduce, broadcast, wait_tensor
 from fcoll.groups import Group, GroupLike, resolve
 from fcoll.training import _torch, tags
@@ -84,9 +84,10 @@ class DataParallel(DistributedDataParallel):
         mixed_precision: MixedPrecision | torch.dtype | None = None,
         comm_hook: FunctionalHook | None = None,
         init_sync: bool = True,
+        process_group: GroupLike = None,
         **options: Any,
     ) -> None:
-        resolved = resolve(group)
+        resolved = _one_of(group, process_group)
         number = tags.UNKNOWN
         if init_sync:
             compared = {
@@ -105,13 +106,11 @@ class DataParallel(DistributedDataParallel):
                 process_group=resolved.pg,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
+                gradient_as_bucket_view=gradient_as_bucket_view and not _is_nested(module),
                 bucket_cap_mb=bucket_cap_mb,
                 init_sync=init_sync,
                 **options,
             )
-        self.reducer.warns_of_late = True
-        self.reducer.set_number(number)
         self.group_name = resolved.name
         self.mixed = _precision(mixed_precision)
         self.comm_hook = comm_hook
@@ -119,11 +118,61 @@ class DataParallel(DistributedDataParallel):
         self._carries = False
         self._alone = find_unused_parameters or static_graph
         cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-        self._compiled_buckets = self._planned(cap, cap if bucket_cap_mb else FIRST_BUCKET_BYTES)
-        if comm_hook is not None or self.mixed.reduce_dtype is not None:
-            self.reducer.register_functional_hook(self._reduce)
+        self._caps = cap, cap if bucket_cap_mb else FIRST_BUCKET_BYTES
+        self._set_up_reducer(number)
         if self.mixed.buffer_dtype is not None:
             _cast_buffers(module, self.mixed.buffer_dtype)
+
+    # -- its reducer ------------------------------------------------------------------------------
+
+    def _set_up_reducer(self, number: int) -> None:
+        """Of a reducer that torch has just made: what is ours, and this module's hooks."""
+        self.reducer.warns_of_late = True
+        self.reducer.set_number(number)
+        if self.comm_hook is not None or self.mixed.reduce_dtype is not None:
+            self.reducer.register_functional_hook(self._reduce)
+        sharing = tags.sharing(self.reducer.params)
+        if len(sharing) > 1:  # it is inside of another one, or wrapped twice
+            for reducer in sharing:
+                reducer.stop_sharing()
+        ignored = self.parameters_to_ignore
+        named = self.module.named_parameters()
+        self._frozen = [p for n, p in named if not p.requires_grad and n not in ignored]
+        self._was_cast = False
+        self._compiled_buckets = self._planned(*self._caps)
+
+    def _renew_reducer(self) -> None:
+        """Parameters were cast, or are no longer frozen: reduce what there is now."""
+        self.reducer.check_finalized()
+        number = self.reducer.number
+        with serving(Reducer):
+            _torch.make_reducer(self)
+        self._start_over(number)
+
+    def _start_over(self, number: int) -> None:
+        """With another reducer than the one before: as in the first iteration, with its hooks."""
+        self._set_up_reducer(number)
+        self._has_rebuilt_buckets = False
+        self._static_graph_delay_allreduce_enqueued = False
+        for hook, state in self._comm_hooks:
+            self.reducer.register_comm_hook(state, hook)
+
+    def _is_outdated(self) -> bool:
+        cast = self.reducer.arrivals.changed() >= 0 or (
+            self._was_cast and self.reducer.has_other_nodes()
+        )
+        self._was_cast = False
+        return cast or any(p.requires_grad for p in self._frozen)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._was_cast = True  # by double() and the like; it may have changed nothing
+        return super()._apply(fn, recurse)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (``copy.deepcopy``, ``torch.load``) has a reducer of its own, and the hooks."""
+        with serving(Reducer):
+            super().__setstate__(state)
+        self._start_over(tags.UNKNOWN)
 
     def _planned(self, cap: int, first: int) -> tuple[tuple[str, ...], ...]:
         """The names of each bucket's parameters for a compiled step, those used last first."""
@@ -146,8 +195,16 @@ class DataParallel(DistributedDataParallel):
         """The module's, of this rank's inputs."""
         if torch.compiler.is_compiling():
             return self._compiled_forward(inputs, kwargs)
+        if self._is_outdated():
+            self._renew_reducer()
         self.reducer.arrivals.late = False  # gradients of this pass, wherever they are to go
         return super().forward(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.watch(_torch.tensors_of(output))
+        return output
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.mixed.param_dtype is None:
@@ -239,6 +296,21 @@ _NOT_SYNCED = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+
+def _one_of(group: GroupLike, process_group: GroupLike) -> Group:
+    """Of two names of one argument."""
+    if group is None or process_group is None:
+        return resolve(process_group if group is None else group)
+    found, other = resolve(group), resolve(process_group)
+    if found.name != other.name:
+        both = f"that is both {found.name!r} (group=) and {other.name!r} (process_group=)"
+        raise UnknownGroup(group=both, hint="They are one argument: pass one of them. ")
+    return found
+
+
+def _is_nested(module: nn.Module) -> bool:
+    return any(isinstance(inner, DistributedDataParallel) for inner in module.modules())
 
 
 def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from fcoll.errors import (
     BadBuckets,
@@ -115,9 +116,13 @@ class Reducer(Settings):
         self._triggered = [0] * len(self.params)  # hooks in the first iteration of a static graph
         self._reduced = 0  # backward passes
         self.used: UsedMap | None = None
+        self._to_come: UsedMap | None = None
         if find_unused_parameters:
             self.used = UsedMap(len(self.params), self.params[0].device)
+            if skip_all_reduce_unused_params:
+                self._to_come = UsedMap(len(self.params), self.params[0].device)
         self._accumulators = [gradient_accumulator(p) for p in self.params]
+        self._dtypes = [p.dtype for p in self.params]
         self._listen(use_python_reducer)
         self._reset()
         self.rebuilt = False
@@ -143,6 +148,7 @@ class Reducer(Settings):
     def _reset(self) -> None:
         self._expects = False  # between prepare_for_backward and the end of the reduction
         self._unfinished = False  # a gradient was ready, the reduction has not ended
+        self._reached: Site | None = None  # the line of a backward pass that came to the module
         self._reduced += self.arrivals.disarm()
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
@@ -175,6 +181,14 @@ class Reducer(Settings):
         if self.shares:
             for bucket in self._buckets:
                 bucket.adopt()
+
+    def stop_sharing(self) -> None:
+        """Leave gradients where they are: others reduce some of them too, who would find in a
+        bucket what was scaled for this one."""
+        self.warns_of_late = False
+        if self.shares:
+            self.shares = False
+            self.initialize_buckets(self.indices)
 
     @property
     def buckets(self) -> tuple[PlannedBucket, ...]:
@@ -243,6 +257,7 @@ class Reducer(Settings):
         Without this call they are only accumulated. Outputs are needed to find parameters that the
         backward pass will not reach.
         """
+        _torch.note_this_thread()
         self.stats.backward()
         self._expects = True
         for bucket in self._buckets:
@@ -263,9 +278,13 @@ class Reducer(Settings):
         index = self.arrivals.changed()
         if index >= 0:
             hint = f"{self.names[index]} changed after the reducer was made: make it anew."
-            bucket = next(b for b in self._buckets if index in b.place)
-            got = self.params[index].dtype
-            self._fail(BadGradient(want=f"{bucket.buffer.dtype}", got=f"{got}", hint=hint))
+            want, got = self._dtypes[index], self.params[index].dtype
+            self._fail(BadGradient(want=f"{want}", got=f"{got}", hint=hint))
+
+    def has_other_nodes(self) -> bool:
+        """Do gradients of some parameters go to other nodes than those that are listened to? They
+        do after a change of dtype or device, and after a change back."""
+        return [gradient_accumulator(p) for p in self.params] != self._accumulators
 
     @property
     def _graph_may_change(self) -> bool:
@@ -291,6 +310,11 @@ class Reducer(Settings):
         _torch.at_end_of_backward(self._end_pass)
         if len(self._passes) > 1:
             return
+        if self._to_come is not None and self._graph_may_change and not self._joining:
+            reached = [1] * len(self.params)
+            for unused in self._unused:
+                reached[unused] = 0
+            self._to_come.start(self.group, reached)
         self.arrivals.scale = self._scale()
         self.arrivals.copies = _torch.nobody_watches()
         for unused in self._unused:
@@ -299,6 +323,26 @@ class Reducer(Settings):
     def _end_pass(self) -> None:
         """No exception has ended it."""
         self._ended += 1
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Be told when a backward pass reaches a module's outputs: it may raise before there is
+        any gradient of a parameter."""
+        me = weakref.ref(self)
+
+        @unserializable_hook  # whoever saves an output is not warned of it
+        def reached(_: Tensor) -> None:
+            reducer = me()
+            if reducer is not None and reducer._expects and reducer._reached is None:
+                reducer._reached = user_site() or ("?", 0)
+                _torch.at_end_of_backward(reducer._leave)
+
+        for x in outputs:
+            if x.grad_fn is not None:
+                x.register_hook(reached)
+
+    def _leave(self) -> None:
+        """A backward pass that had reached the module has ended by itself."""
+        self._reached = None
 
     def _line(self, number: int) -> str:
         """Of a backward pass."""
@@ -336,7 +380,7 @@ class Reducer(Settings):
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
-        if self.skips_unused and {*bucket.indices} <= {*self._unused}:
+        if self._skips(bucket):
             return
         try:
             with torch.no_grad(), part(self._parts[index]):
@@ -351,6 +395,13 @@ class Reducer(Settings):
         except (RuntimeError, FcollError) as error:
             under_way = [i for i in range(index) if self._buckets[i].work is not None]
             self._fail(error, [index, *under_way])
+
+    def _skips(self, bucket: Bucket) -> bool:
+        """Is it to be left out, on all ranks? A parameter that one of them uses is reduced."""
+        used = self.used if self.static_graph else self._to_come
+        if not self.skips_unused or self._joining or used is None:
+            return False
+        return all(used.unused(i) for i in bucket.indices)
 
     def _sum(self, index: int, bucket: Bucket) -> Started:
         if bucket.shared is not None and not self._joining:
@@ -425,6 +476,8 @@ class Reducer(Settings):
         if self.used is not None:
             self.used.reset()
             self.arrivals.forget_used()
+        if self._to_come is not None:
+            self._to_come.reset()
 
     @_eager
     def delay_all_reduce(self) -> None:
@@ -447,7 +500,7 @@ class Reducer(Settings):
     @_eager
     def check_finalized(self) -> None:
         """Raise if the reduction of the last iteration has not ended."""
-        if not self._unfinished:
+        if not self._unfinished and self._reached is None:
             return
         missing = [i for i, n in enumerate(self.arrivals.seen()["ready_in"]) if n < 0]
         facts = explain.Facts(
@@ -457,11 +510,17 @@ class Reducer(Settings):
             self.finds_unused,
             self.static_graph,
             len(self._passes),
-            self._line(self._ended) if self._ended < len(self._passes) else "",
+            self._raised_at(),
         )
         error = ReductionUnfinished(message=explain.unfinished(facts))
         error.parameters = tuple(self.names[i] for i in missing)
         self._fail(error)
+
+    def _raised_at(self) -> str:
+        """The line of a backward pass that an exception has ended."""
+        if self._ended < len(self._passes):
+            return self._line(self._ended)
+        return show(self._reached) if self._reached is not None else ""
 
     # -- settings of iterations -------------------------------------------------------------------
 

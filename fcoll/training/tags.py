@@ -26,6 +26,7 @@ class Tagged(Protocol):
     """What is asked of a reducer."""
 
     group: Any
+    params: list[Tensor]
     tags: list[Tag]
 
     def shown(self, index: int) -> str: ...
@@ -64,6 +65,12 @@ def proposed() -> int:
 def register(reducer: Tagged) -> None:
     """Have ``whose`` find it, while it lives."""
     _reducers.add(reducer)
+
+
+def sharing(params: Sequence[Tensor]) -> list[Any]:
+    """The reducers of some of these parameters."""
+    given = {*map(id, params)}
+    return [reducer for reducer in list(_reducers) if given & {*map(id, reducer.params)}]
 
 
 def whose(tag: int, group: str | None) -> str:

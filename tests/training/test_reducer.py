@@ -222,6 +222,11 @@ def test_a_gradient_of_another_dtype(solo):
     model.double()
     with pytest.raises(BadGradient, match=r"Expected torch.float32, got torch.float64"):
         iterate(reducer, lambda: model(X.double()))
+    reducer = reducer_of(model.float())
+    iterate(reducer, lambda: model(X))
+    model.double()  # the buckets are rebuilt in another dtype, the parameters' nodes are not
+    with pytest.raises(BadGradient, match=r"Expected torch.float32, got torch.float64"):
+        iterate(reducer, lambda: model(X.double()))
 
 
 # -- the same where gradients are counted in C++ ---
