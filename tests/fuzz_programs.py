@@ -123,12 +123,10 @@ class Player:
         ]
         self.bytes = -(-4 * max(SIZES) // PAGE) * PAGE
         self.buckets = []
-        for i, group in enumerate(self.groups):
+        for group in self.groups:
             fcoll.barrier(group)
             handle = shared_memory.handle_of(resolve(group))
-            made = [
-                build.fast.SharedBuckets(handle, PLACES * self.bytes, 10 * i + k) for k in (1, 2)
-            ]
+            made = [build.fast.SharedBuckets(handle, PLACES * self.bytes) for _ in range(2)]
             self.buckets.append(made)
 
     def play(self, calls: Sequence[Call]) -> list[str]:
@@ -182,7 +180,8 @@ class Player:
         memory, at = self.buckets[c.group][reducer], bucket * self.bytes
         y = memory.tensor(at, c.size, x)
         y.copy_(x)
-        return build.fast.sum_in_place(memory, at, y, self.groups[c.group].group_name)
+        name = self.groups[c.group].group_name
+        return build.fast.sum_in_place(memory, at, y, name, c.place)
 
     def wait(self, i: int) -> None:
         c, y = self.started.pop(i)

@@ -119,8 +119,12 @@ def start(environ: dict[str, str], files: list[int], flags: list[int]) -> Any:
     odd = int(environ["RANK"]) % 2
     found = _nurseries.get(odd)
     if found is None or found.process.poll() is not None:
-        found = _nurseries[odd] = Nursery(environ)
-        atexit.register(found.close)
+        # Both at once: a rank that has joined waits 30 s for one whose nursery is still compiling.
+        for which in (odd, 1 - odd):
+            if which == odd or which not in _nurseries:
+                _nurseries[which] = made = Nursery(environ | {"RANK": str(which)})
+                atexit.register(made.close)
+        found = _nurseries[odd]
     if found.serves(environ):
         return found.fork(environ, files, flags)
     # Imported, not run as __main__: what is pickled there must be the same class here.

@@ -188,7 +188,7 @@ class Timers:
         return lambda *args: self._time(run, args, {}, _compiled, "compiled")
 
     def _of_bucket(self, run: Any) -> Any:
-        """Around sum_in_place(memory, at, bucket, group's name)."""
+        """Around sum_in_place(memory, at, bucket, group's name, tag)."""
 
         def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
             return "all_reduce", args[3], *_size(args[2:3], None)

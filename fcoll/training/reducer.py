@@ -405,7 +405,8 @@ class Reducer(Settings):
 
     def _sum(self, index: int, bucket: Bucket) -> Started:
         if bucket.shared is not None and not self._joining:
-            if (started := bucket.shared.sum_(bucket.buffer, self.group)) is not None:
+            tag = self.tags[index].value
+            if (started := bucket.shared.sum_(bucket.buffer, self.group, tag)) is not None:
                 return started
             bucket.shared = None
         last = index == len(self._buckets) - 1  # it is waited for at once

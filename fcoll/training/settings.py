@@ -162,6 +162,8 @@ class Settings:
 
     def _fail(self, error: Exception, buckets: Sequence[int] = ()) -> None:
         """Raise, after telling the logger; of buckets that may have failed, with parameters."""
+        if error.args:
+            error.args = (tags.with_names(str(error.args[0]), self.group.name), *error.args[1:])
         if buckets and error.args and self.shown(buckets[0]) not in error.args[0]:
             text = ", or ".join(self.shown(b) for b in buckets)
             error.args = (f"{error.args[0]}\nIt was {text}.", *error.args[1:])

@@ -29,12 +29,12 @@ class Place:
     def __init__(self, memory: Any, at: int) -> None:
         self.memory, self.at = memory, at
 
-    def sum_(self, x: Tensor, group: Collectives) -> Started | None:
+    def sum_(self, x: Tensor, group: Collectives, tag: int) -> Started | None:
         """Start to add the bucket up over the group; None if some rank could not map the others'
         memory, on all ranks."""
         recorded = group.recorded("all_reduce", x)
         try:
-            found = build.fast.sum_in_place(self.memory, self.at, x, group.name)
+            found = build.fast.sum_in_place(self.memory, self.at, x, group.name, tag)
         except RuntimeError as error:
             raise from_native(error) from None
         return None if found is NotImplemented else Started(x, found, recorded=recorded)

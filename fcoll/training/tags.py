@@ -8,6 +8,7 @@ that are summed in place in shared memory are told apart there.
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,11 @@ def sharing(params: Sequence[Tensor]) -> list[Any]:
 def whose(tag: int, group: str | None) -> str:
     """The bucket with this tag, in words: all ranks have made the same reducers."""
     return next(_with(tag, group), "another one")
+
+
+def with_names(text: str, group: str | None) -> str:
+    """An error of C++'s about buckets in shared memory, with the parameters in place of tags."""
+    return re.sub(r"all_reduce tagged (\d+)", lambda m: f"sum of {whose(int(m[1]), group)}, ", text)
 
 
 def _with(tag: int, group: str | None) -> Iterator[str]:

@@ -13,19 +13,15 @@ namespace {
 // A share of a sum in place goes past the caches from here on, near cores or far.
 constexpr size_t IN_PLACE_STREAM_BYTES = 1024 * 1024;
 
-// What a rank says of a part that is summed in place: which memory it is in, and where.
-uint64_t place_of(const InPlace& sum) { return sum.parts->id() << 40 | sum.at; }
-
-std::string shown(const InPlace& sum, uint64_t place) {
-  return "sums " + sum.call.show() + " at byte " + std::to_string(place & ((uint64_t(1) << 40) - 1)) +
-         " of shared buckets " + std::to_string(place >> 40);
-}
-
+// With its call a rank says where in the memory its part is: a share is written there on all ranks.
 void await_part(Ring& ring, int peer, const InPlace& sum) {
-  uint64_t mine = place_of(sum), theirs = ring.await(peer, sum.first, sum.call)->extra;
-  if (theirs == mine) return;
-  ring.fail({Error::mismatch, peer, name_of(ring.rank()) + " " + shown(sum, mine) + " where " +
-                                        name_of(peer) + " " + shown(sum, theirs)});
+  uint64_t theirs = ring.await(peer, sum.first, sum.call)->extra;
+  if (theirs == sum.at) return;
+  auto shown = [&](int rank, uint64_t at) {
+    return name_of(rank) + " calls " + sum.call.show() + " at byte " + std::to_string(at);
+  };
+  ring.fail({Error::mismatch, peer,
+             shown(ring.rank(), sum.at) + " where " + shown(peer, theirs) + " of its buckets"});
 }
 
 // Waits for the peers' parts, and writes this rank's share of the sum into all of them.
@@ -48,7 +44,7 @@ void share_out(Ring& ring, InPlace& sum) {
       (past ? copy_streaming : copy)(const_cast<void*>(from[r]), block, m * size);
   }
   if (past) _mm_sfence();  // before what says that it is there
-  ring.publish(ring.claim(sum.last), sum.last, call, place_of(sum));
+  ring.publish(ring.claim(sum.last), sum.last, call);
   sum.shared_out = true;
 }
 
@@ -92,7 +88,7 @@ void finish(Ring& ring, InPlace& s) {
 }  // namespace
 
 void publish_part(Ring& ring, const InPlace& sum) {
-  ring.publish(ring.claim(sum.first), sum.first, sum.call, place_of(sum));
+  ring.publish(ring.claim(sum.first), sum.first, sum.call, sum.at);
 }
 
 bool ready(const Ring& ring, const Pending& p) {

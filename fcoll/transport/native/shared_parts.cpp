@@ -6,17 +6,7 @@
 
 namespace fcoll {
 
-namespace {
-
-struct Ids final : Reader {
-  explicit Ids(int n) : of(n) {}
-  void read(const uint64_t* where) override { std::copy_n(where, of.size(), of.begin()); }
-  std::vector<uint64_t> of;
-};
-
-}  // namespace
-
-SharedParts::SharedParts(size_t bytes, uint64_t id) : id_(id) {
+SharedParts::SharedParts(size_t bytes) {
   try {
     own_ = Memory::make(bytes);
   } catch (const std::runtime_error&) {
@@ -27,13 +17,7 @@ bool SharedParts::join(Group& group, Call call) {
   int n = group.size(), rank = group.rank();
   call.in_place = true;
   auto turn = group.enter();
-  Ids ids(n);
-  group.announce_and_wait(turn, call, id_, &ids);  // who calls something else hears of this call
-  for (int r = 0; r < n; r++)
-    if (ids.of[r] != id_)
-      group.fail(turn, {Error::mismatch, r, name_of(rank) + " sums shared buckets " +
-                                                std::to_string(id_) + " where " + name_of(r) +
-                                                " sums shared buckets " + std::to_string(ids.of[r])});
+  group.announce_and_wait(turn, call, 0);  // who calls something else hears of this call
   std::vector<Address> addresses(n);
   Address mine = own_ ? own_->address() : Address();
   group.run(turn, Call::all_gather(sizeof mine), &mine, addresses.data());

@@ -13,11 +13,9 @@ class Group;
 
 class SharedParts {
  public:
-  // Without memory if there is none: the peers learn of it when they join. `id`: the same on all
-  // ranks, and another for each of a group's.
-  explicit SharedParts(size_t bytes, uint64_t id = 0);
+  // Without memory if there is none: the peers learn of it when they join.
+  explicit SharedParts(size_t bytes);
 
-  uint64_t id() const { return id_; }
 
   uint8_t* own() const { return own_ ? own_->data() : nullptr; }
   uint8_t* of(int rank) const { return memories_[rank]->data(); }
@@ -25,7 +23,6 @@ class SharedParts {
   bool join(Group&, Call);
 
  private:
-  uint64_t id_;
   std::shared_ptr<Memory> own_;
   std::vector<std::shared_ptr<Memory>> memories_;  // by rank
 };
