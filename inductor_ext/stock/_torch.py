@@ -29,11 +29,13 @@ def partitioner_is_loaded() -> bool:
 
 
 def patch_partitioner(
-    has_effect: Callable[[Node], bool], is_collective: Callable[[Node], bool]
+    has_effect: Callable[[Node], bool],
+    is_collective: Callable[[Node], bool],
+    is_start: Callable[[Node], bool],
 ) -> None:
     """Have the partitioner keep each node that has an effect in the one graph it belongs to, and
     each collective in the graph it was traced in, used or not; in the other one it stays only if it
-    is used, as one that is computed again is. None of them is merged with an equal one."""
+    is used, as one that is computed again is. No start is merged with an equal one."""
     partitioners = sys.modules[_PARTITIONER]
     # Cuts the forward or the backward graph out of the joint one.
     extract = partitioners._extract_graph_with_inputs_outputs
@@ -62,9 +64,8 @@ def patch_partitioner(
         return graph
 
     def merge_but_collectives(graph: Graph, *args: Any, **kwargs: Any) -> Graph:
-        called = [x.target for x in graph.nodes if is_collective(x)]
-        packets = {op.overloadpacket for op in called if hasattr(op, "overloadpacket")}
-        random_ops.extend(packets.difference(random_ops))
+        called = {node.target.overloadpacket for node in graph.nodes if is_start(node)}
+        random_ops.extend(called.difference(random_ops))
         return merge(graph, *args, **kwargs)
 
     vars(sys.modules[_MERGING]).update(fx_graph_cse=merge_but_collectives)

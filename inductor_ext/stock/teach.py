@@ -11,7 +11,7 @@ from operator import getitem
 
 from torch.fx import Node
 
-from fcoll.graph.nodes import is_wait, row_of_node
+from fcoll.graph.nodes import is_start, is_wait, row_of_node
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from inductor_ext.stock import _torch
@@ -39,7 +39,7 @@ def _teach_partitioner() -> None:
     already, others may still wait for. Untaught, it would also run a send of the forward graph once
     more in the backward graph.
     """
-    _torch.patch_partitioner(_has_effect, lambda node: _source(node) is not None)
+    _torch.patch_partitioner(_has_effect, lambda node: _source(node) is not None, is_start)
 
 
 def _has_effect(node: Node) -> bool:
