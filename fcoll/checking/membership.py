@@ -1,16 +1,24 @@
-"""Do the members of every new group make it together? Else they would wait in dist.new_group."""
+"""Do the members of every new group make it together? Else they would wait in dist.new_group.
+
+They find one another by the group's name. torch makes that of how many groups the rank has made
+before, also those that it is not in; with ``use_local_synchronization=True``, where only members
+call, of the group's ranks and how many groups the rank is in.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from fcoll.checking.proofs import Program
 from fcoll.errors import GroupMismatch
-from fcoll.tracing.new_groups import NewGroup, names
+from fcoll.tracing.fake_world import NewGroup
 
 
 def groups_meet(programs: dict[int, Program]) -> None:
     """Raise for the first group that a rank makes and another member does not, or of whose name
     another rank makes another group. A group of one rank meets nobody."""
-    made = {rank: dict(names(rank, program.new_groups)) for rank, program in programs.items()}
+    made = {rank: dict(_names(rank, program.new_groups)) for rank, program in programs.items()}
     for rank, groups in made.items():
         for name, group in groups.items():
             if rank not in group.ranks or len(group.ranks) == 1:
@@ -38,3 +46,15 @@ def _raise(
     error = GroupMismatch(message="\n".join(lines))
     error.ranks = rank, other
     raise error
+
+
+def _names(rank: int, made: Sequence[NewGroup]) -> Iterator[tuple[Any, NewGroup]]:
+    """The groups with what stands for their names."""
+    calls = inside = 0
+    for group in made:
+        if group.local:
+            yield ("local", group.ranks, inside), group
+        else:
+            yield ("number", calls), group
+            calls += 1
+        inside += rank in group.ranks

@@ -13,7 +13,7 @@ from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, ha
 from fcoll.checking.sizes import Sizes, apart, differ
 from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
 from fcoll.graph.issued import SPLITS, Issued, describe, messages_of
-from fcoll.tracing.new_groups import NewGroup
+from fcoll.tracing.fake_world import NewGroup
 
 
 @dataclass(frozen=True)

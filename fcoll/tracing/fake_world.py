@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from fcoll import _torch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
 from fcoll.tracing import ddp
-from fcoll.tracing._torch import around_axes
+from fcoll.tracing._torch import around_axes, around_new_groups
+from fcoll.tracing.values import user_line
 
 _active: list[fake_world] = []
 
@@ -74,6 +76,31 @@ class fake_world:
         rows = rows.reshape(-1, rows.shape[-1])
         mine = rows[(rows == self.rank).any(1)][0].tolist()
         return _torch.fake_group(mine, self.rank, axis, f"mesh_{axis}")
+
+
+@dataclass(frozen=True)
+class NewGroup:
+    """A call that makes a group; ``local``: only its members make it."""
+
+    ranks: tuple[int, ...]
+    local: bool
+    source: str
+
+    def __str__(self) -> str:
+        local = ", use_local_synchronization=True" * self.local
+        return f"new_group({list(self.ranks)}{local}) at {self.source}"
+
+
+@contextmanager
+def new_groups_noted() -> Iterator[list[NewGroup]]:
+    """Inside, what makes groups is written down."""
+    made: list[NewGroup] = []
+
+    def note(ranks: Sequence[int], local: bool) -> None:
+        made.append(NewGroup(tuple(map(int, ranks)), local, user_line()))
+
+    with around_new_groups(note):
+        yield made
 
 
 @contextmanager

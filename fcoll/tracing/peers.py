@@ -15,8 +15,7 @@ from typing import Any
 from fcoll.errors import Deadlock, UnmatchedTransfer, ran
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.asking import asking
-from fcoll.tracing.fake_world import fake_world
-from fcoll.tracing.new_groups import noted
+from fcoll.tracing.fake_world import fake_world, new_groups_noted
 from fcoll.tracing.told import Asked, Key, Said, Talk, talking
 from fcoll.tracing.trace import Mode, Trace, trace
 from fcoll.tracing.values import agreeing
@@ -54,7 +53,7 @@ class Board:
         with talking(Talk(self.said, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with asking(alike) if alike is not None else nullcontext():
-                with noted() as before:
+                with new_groups_noted() as before:
                     fn, args = ran("build", self.build(mesh))
                 made = trace(fn, *args, mode=self.mode)
             made.new_groups = (*before, *made.new_groups)

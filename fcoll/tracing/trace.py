@@ -29,9 +29,8 @@ from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
 from fcoll.source import Site, is_library
 from fcoll.tracing import _torch, ddp
 from fcoll.tracing.compiled import compiled
-from fcoll.tracing.fake_world import current_axes
+from fcoll.tracing.fake_world import NewGroup, current_axes, new_groups_noted
 from fcoll.tracing.fakes import Found, faked, reachable
-from fcoll.tracing.new_groups import NewGroup, noted
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import CompiledRecorder, Recorder, others_paused, parts_of
 from fcoll.tracing.values import Values, line_of
@@ -325,7 +324,11 @@ class _Step:
             recorder = kind(_names(tensors), self.found.modules, self.caller, self.fake)
             values.digest = recorder.shared_digest
             try:
-                with self._reading(values, recorder), self._reducers(recorder), noted() as groups:
+                with (
+                    self._reading(values, recorder),
+                    self._reducers(recorder),
+                    new_groups_noted() as groups,
+                ):
                     out = self._call(args, kwargs, recorder)
             except _torch.NO_VALUE as error:
                 raise DataDependent(line=line_of(error), why="") from None
