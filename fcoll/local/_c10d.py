@@ -77,7 +77,7 @@ def broadcast_(
 
 def _allgather_base_(output: Any, input: Any, group: Any, *more: Any, **options: Any) -> Any:
     if _torch.OBJECTS_IN_ONE_TENSOR and not isinstance(input, LocalTensor):
-        for t in local(output, "Output")._local_tensors.values():
+        for t in local(output, "Output")._tensors().values():
             t.copy_(torch.cat([input] * (t.numel() // input.numel())))
     else:
         _into(output, "all_gather_into_tensor", input, group)
@@ -100,7 +100,7 @@ def _gather_into(outputs: Sequence[Any], x: Any, group: Any) -> None:
     """Output i gets the tensor of each group's rank i."""
     if not isinstance(x, LocalTensor):  # all_gather_object has one plain tensor for all ranks
         for output in outputs:
-            for t in local(output, "Output")._local_tensors.values():
+            for t in local(output, "Output")._tensors().values():
                 t.copy_(x)
         return
     calling = _groups(group, x)
@@ -112,7 +112,7 @@ def _gather_into(outputs: Sequence[Any], x: Any, group: Any) -> None:
             continue
         for g in calling:  # of uneven sizes: each output has the size of the rank it comes from
             for r in g:
-                local(output, "Output")._local_tensors[r].copy_(x._local_tensors[g[i]])
+                local(output, "Output")._tensors()[r].copy_(x._tensors()[g[i]])
 
 
 def allgather_(outputs: Any, inputs: Any, group: Any, *more: Any, **options: Any) -> Any:
@@ -138,7 +138,7 @@ def gather_(
         raise ValueError(f"gather: {len(lists)} outputs for groups of {len(calling[0])} ranks")
     for g in calling:
         for i, r in enumerate(g):
-            local(lists[i], "Output")._local_tensors[g[root_rank]].copy_(x._local_tensors[r])
+            local(lists[i], "Output")._tensors()[g[root_rank]].copy_(x._tensors()[r])
     return _torch.done()
 
 
@@ -148,8 +148,8 @@ def gather_into_tensor_(
     """dist.gather_single, from torch 2.14 on."""
     x, out = local(input), local(output, "Output")
     for g in _groups(group, x):
-        whole = torch.cat([x._local_tensors[r] for r in g])
-        out._local_tensors[g[root_rank]].copy_(whole)
+        whole = torch.cat([x._tensors()[r] for r in g])
+        out._tensors()[g[root_rank]].copy_(whole)
     return output, _torch.done()
 
 
@@ -160,9 +160,7 @@ def scatter_(
     calling = _groups(group, output)
     if len(lists) != len(calling[0]):
         raise AssertionError(f"{len(lists)} inputs for groups of {len(calling[0])} ranks")
-    parts = {
-        r: local(lists[i])._local_tensors[g[root_rank]] for g in calling for i, r in enumerate(g)
-    }
+    parts = {r: local(lists[i])._tensors()[g[root_rank]] for g in calling for i, r in enumerate(g)}
     collectives.write(_result(parts), output)
     return outputs, _torch.done()
 
@@ -214,7 +212,7 @@ def alltoall_(outputs: Any, inputs: Any, group: Any, *more: Any, **options: Any)
             f"Number of input tensors ({len(inputs)}), output tensors ({len(outputs)}), and "
             f"ranks ({len(calling[0])}) must match"
         )
-    sent = [dict(local(x)._local_tensors) for x in inputs]
+    sent = [dict(local(x)._tensors()) for x in inputs]
     results = [
         _result({r: sent[j][g[i]] for g in calling for j, r in enumerate(g)})
         for i in range(len(outputs))
@@ -246,7 +244,7 @@ def monitored_barrier_(tensor: Any, group: Any, *more: Any, **options: Any) -> N
 
 
 def check_for_nan(tensor: Any) -> None:
-    bad = [r for r, t in local(tensor)._local_tensors.items() if bool(t.isnan().any())]
+    bad = [r for r, t in local(tensor)._tensors().items() if bool(t.isnan().any())]
     if bad:
         raise RuntimeError(f"NaN on ranks {bad}")
 
@@ -266,7 +264,7 @@ def send(tensors: Any, group: Any, dst: int, tag: int) -> Any:
     x = local(_only(tensors))
     source = int(x.__src_rank__)
     runner.LocalRunnerMode.current()._signal_send(
-        source, _peer(group, source, dst), x._local_tensors[source].clone(), tag
+        source, _peer(group, source, dst), x._tensors()[source].clone(), tag
     )
     return _torch.done()
 
@@ -290,7 +288,7 @@ def receiving(tensor: Any, group: Any, src: int, tag: int) -> Callable[[], None]
     def store(obj: Any) -> None:
         if not isinstance(obj, Tensor):
             raise AssertionError("Expected to receive a Tensor")
-        x._local_tensors[here].copy_(obj)
+        x._tensors()[here].copy_(obj)
 
     return lambda: runner.LocalRunnerMode.current()._wait_recv(source, here, store, tag)
 

@@ -81,7 +81,7 @@ def run(name: str, x: LocalTensor, group: Any, **args: Any) -> Result:
         raise RaggedRanks(op=name, why="the ranks' tensors have different shapes")
     parts: dict[int, Tensor] = {}
     for g in who.groups:
-        mine = [x._local_tensors[r] for r in g]
+        mine = [x._tensors()[r] for r in g]
         for t in mine:
             _check(name, t.shape, len(g), args)
         given = {k: _of_ranks(v, g) for k, v in args.items()}
@@ -109,7 +109,7 @@ def _reducing(x: LocalTensor, args: dict[str, Any]) -> tuple[LocalTensor, dict[s
     name = reduce.name_of(args["reduce_op"])
     if name == "premul_sum":
         scaled = {}
-        for r, t in x._local_tensors.items():
+        for r, t in x._tensors().items():
             scaled[r], name = reduce.prepared(t, args["reduce_op"])
         x = apart(scaled, owned=True)
     return x, {**args, "reduce_op": name}
@@ -153,7 +153,7 @@ def fresh(result: Result, x: LocalTensor) -> LocalTensor:
     if result.ranks == x._order and result.stack is not None:
         return stacked(result.stack, x._order)
     parts = {r: t.clone() for r, t in result.items()}
-    others = {r: t.clone() for r, t in x._local_tensors.items() if r not in parts}
+    others = {r: t.clone() for r, t in x._tensors().items() if r not in parts}
     return apart({r: parts[r] if r in parts else others[r] for r in x._order})
 
 
@@ -168,7 +168,7 @@ def write(result: Result, out: LocalTensor, only: Sequence[int] | None = None) -
         return
     for r, t in result.items():
         if only is None or r in only:
-            target = out._local_tensors[r]
+            target = out._tensors()[r]
             target.copy_(t.reshape(target.shape))
 
 

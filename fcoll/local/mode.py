@@ -90,7 +90,7 @@ class LocalTensorMode(TorchDispatchMode):
         with self.disable():
             found = {}
             for r in self.order:
-                if r in tensor._ranks and (t := cb(r, tensor._local_tensors[r])) is not None:
+                if r in tensor._ranks and (t := cb(r, tensor._tensors()[r])) is not None:
                     found[r] = t
             return LocalTensor(found)
 

@@ -228,7 +228,7 @@ def _plain_rows(stack: Tensor) -> bool:
 def on_rank(value: Any, rank: int) -> Any:
     """An argument as one rank has it."""
     if isinstance(value, LocalTensor):
-        return value._local_tensors[rank]
+        return value._tensors()[rank]
     if is_local_int(value):
         return int_on_rank(value.node, rank)
     return value
@@ -326,9 +326,9 @@ def _to_out(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kin
     for i, target in enumerate(targets):
         if isinstance(target, LocalTensor):
             new = {r: v if isinstance(v, Tensor) else v[i] for r, v in results.items()}
-            if all(t.shape == target._local_tensors[r].shape for r, t in new.items()):
+            if all(t.shape == target._tensors()[r].shape for r, t in new.items()):
                 for r, t in new.items():
-                    target._local_tensors[r].copy_(t)
+                    target._tensors()[r].copy_(t)
             else:
                 target._take_meta(apart(new, owned=True))
     if not func._schema.returns:

@@ -32,7 +32,7 @@ def in_own_memory(value: Any) -> Any:
     """For a call rank by rank: a LocalTensor whose ranks' tensors begin at cache lines."""
     if not isinstance(value, LocalTensor) or value._stack is None or _lined_up(value._stack):
         return value
-    return apart({r: t.clone() for r, t in value._local_tensors.items()}, owned=True)
+    return apart({r: t.clone() for r, t in value._tensors().items()}, owned=True)
 
 
 def _empty(n: int, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:

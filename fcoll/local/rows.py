@@ -30,7 +30,7 @@ class Rows(dict[int, Tensor]):
     def __setitem__(self, rank: int, tensor: Tensor) -> None:
         super().__setitem__(rank, tensor)
         if self.owner is not None and (owner := self.owner()) is not None:
-            owner._keep_apart(self)
+            owner._keep_apart(dict(self))
 
 
 def unbound(stack: Tensor) -> tuple[Tensor, ...]:

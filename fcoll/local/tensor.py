@@ -34,7 +34,9 @@ class LocalTensor(Tensor):
     _order: tuple[int, ...]  # the ranks, ascending: the order of a stack's rows
     #: [W, ...]. Rows that are the same on all ranks may be one row, expanded: see ``_own_stack``.
     _stack: Tensor | None
-    _parts: rows.Rows | None  # without a stack: the tensors; with one: its rows, if asked for
+    _parts: (
+        dict[int, Tensor] | None
+    )  # without a stack: the tensors; with one: its rows, if asked for
     _owned: bool  # has nobody else the tensors in _parts?
     _uneven: tuple[list[Any], list[Any]] | None  # shape and strides where they differ
 
@@ -64,20 +66,23 @@ class LocalTensor(Tensor):
     @property
     def _local_tensors(self) -> rows.Rows:
         """Rank -> its tensor; writes into them are writes into this tensor."""
-        if self._parts is None:
-            own = rows.own_rows(self._own_stack())
-            self._parts = rows.Rows(zip(self._order, own, strict=True))
-            self._parts.owner = weakref.ref(self)
-        self._owned = False
-        return self._parts
+        made = rows.Rows(self._tensors())
+        made.owner = weakref.ref(self)  # it ends with the dict: torch swaps no tensor that has one
+        return made
 
     @_local_tensors.setter
     def _local_tensors(self, tensors: Mapping[int, Tensor]) -> None:
-        parts = rows.Rows(tensors)
-        parts.owner = weakref.ref(self)
-        self._keep_apart(parts)
+        self._keep_apart(dict(tensors))
 
-    def _keep_apart(self, parts: rows.Rows) -> None:
+    def _tensors(self) -> dict[int, Tensor]:
+        """Rank -> its tensor, to read from and to write into."""
+        if self._parts is None:
+            own = rows.own_rows(self._own_stack())
+            self._parts = dict(zip(self._order, own, strict=True))
+        self._owned = False
+        return self._parts
+
+    def _keep_apart(self, parts: dict[int, Tensor]) -> None:
         """From now on the tensors in ``parts`` are the ranks' own, not rows of a stack."""
         self._stack, self._parts, self._owned = None, parts, False
         self._ranks, self._order = frozenset(parts), tuple(sorted(parts))
@@ -93,8 +98,6 @@ class LocalTensor(Tensor):
             Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         for name in ("_ranks", "_order", "_stack", "_parts", "_owned", "_uneven"):
             setattr(self, name, getattr(other, name))
-        if self._parts is not None:
-            self._parts.owner = weakref.ref(self)
 
     def _own_stack(self) -> Tensor:
         """The stack, to write to or to make views of: with memory of its own for each rank.
@@ -148,7 +151,7 @@ class LocalTensor(Tensor):
         return list(self.shape)
 
     def _sync_meta(self) -> None:
-        self._keep_apart(self._local_tensors)
+        self._keep_apart(self._tensors())
 
     # ---- what users call
 
@@ -180,7 +183,7 @@ class LocalTensor(Tensor):
         return made.requires_grad_(self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        parts = ",\n".join(f"  {r}: {t}" for r, t in self._local_tensors.items())
+        parts = ",\n".join(f"  {r}: {t}" for r, t in self._tensors().items())
         return f"LocalTensor(\n{parts}\n)"
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +191,7 @@ class LocalTensor(Tensor):
             rank = int(name.removeprefix(_ATTRIBUTE))
             if rank not in self._ranks:
                 raise AttributeError(f"Local tensor has no knowledge of rank {rank}")
-            return self._local_tensors[rank]
+            return self._tensors()[rank]
         return object.__getattribute__(self, name)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -243,7 +246,7 @@ class LocalTensor(Tensor):
             return equal.tolist()
         exact = not self.dtype.is_floating_point and not self.dtype.is_complex
         if isinstance(equal, torch.Size) and exact:
-            parts = self._local_tensors
+            parts = self._tensors()
             return _zip_lists({r: parts[r].tolist() for r in self._order})
         raise RuntimeError("Cannot convert local tensor to list")
 
@@ -271,7 +274,7 @@ class Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: LocalTensor, memory_format: torch.memory_format) -> Any:
-        parts = x._local_tensors
+        parts = x._tensors()
         return apart({r: t.contiguous(memory_format=memory_format) for r, t in parts.items()})
 
     @staticmethod
@@ -311,8 +314,7 @@ def apart(
         policy = {"dispatch_sizes_strides_policy": "sizes", "requires_grad": requires_grad}
         made = _torch.wrapper(cls, *uneven, first, **policy)
     made._stack, made._owned, made._uneven = None, owned, uneven
-    made._parts = rows.Rows(tensors)
-    made._parts.owner = weakref.ref(made)
+    made._parts = dict(tensors)
     made._ranks, made._order = frozenset(tensors), tuple(sorted(tensors))
     return made
 
@@ -348,7 +350,7 @@ def _uneven_meta(tensors: Mapping[int, Tensor]) -> tuple[list[Any], list[Any]]:
 def _plain(t: Tensor, rank: int) -> Tensor:
     """A rank's tensor: complete, and of one made in a mode (a LocalTensor itself) its own part."""
     t = t.wait() if isinstance(t, _torch.AsyncCollectiveTensor) else t
-    return t._local_tensors[rank] if isinstance(t, LocalTensor) else t
+    return t._tensors()[rank] if isinstance(t, LocalTensor) else t
 
 
 def _bytes(t: Tensor) -> int:

@@ -39,7 +39,7 @@ class _LocalDeviceHandle:
         mode = modes.enabled_local_tensor_mode()
         if mode is None:
             raise AssertionError("the states of ranks can be set in a LocalTensorMode only")
-        for rank, own in state._local_tensors.items():
+        for rank, own in state._tensors().items():
             self._device_handle.set_rng_state(own.to("cpu"))
             mode._per_rank_rng_states[rank] = rng.get_state()
 
@@ -53,7 +53,7 @@ class _LocalPhiloxState:
     def __init__(self, state: Tensor) -> None:
         if not isinstance(state, LocalTensor):
             raise AssertionError("_LocalPhiloxState requires a LocalTensor")
-        self._per_rank_states = {r: t.to("cpu").clone() for r, t in state._local_tensors.items()}
+        self._per_rank_states = {r: t.to("cpu").clone() for r, t in state._tensors().items()}
 
     @property
     def state(self) -> LocalTensor:

@@ -96,3 +96,26 @@ def test_arithmetic_on_the_rank(mode):
         assert [int(value._local_tensors[r]) for r in range(W)] == [made(r) for r in range(W)]
     with pytest.raises(TypeError, match="no float of each rank"):
         dist.get_rank() / 2
+
+
+def test_a_module_in_another_dtype(mode):
+    """torch swaps the parameters of a subclass, which have no weak references then."""
+    net = torch.nn.Linear(3, 2)
+    net(torch.ones(4, 3)).sum().backward()
+    before = {r: t.clone() for r, t in net.weight._local_tensors.items()}
+    net.double()
+    assert net.weight.grad.dtype == torch.float64
+    for r, t in before.items():
+        torch.testing.assert_close(net.weight._local_tensors[r], t.double())
+
+
+def test_a_rank_whose_tensor_is_put_in_the_place_of_another(mode):
+    x = torch.ones(2)
+    x._local_tensors[1] = torch.full((2,), 5.0)
+    assert [(x + 1)._local_tensors[r].tolist() for r in range(W)] == [
+        [2.0, 2.0],
+        [6.0, 6.0],
+        [2.0, 2.0],
+    ]
+    x._local_tensors[2] = torch.zeros(3)
+    assert x.shape[0].node._local_ints == {0: 2, 1: 2, 2: 3}
