@@ -81,7 +81,8 @@ def whose(tag: int, group: str | None) -> str:
 
 def with_names(text: str, group: str | None) -> str:
     """An error of C++'s about buckets in shared memory, with the parameters in place of tags."""
-    return re.sub(r"all_reduce tagged (\d+)", lambda m: f"sum of {whose(int(m[1]), group)}, ", text)
+    tagged = r"calls all_reduce tagged (\d+)\(.*?\) #\w+ in place"
+    return re.sub(tagged, lambda m: f"reduces {whose(int(m[1]), group)}", text)
 
 
 def _with(tag: int, group: str | None) -> Iterator[str]:
