@@ -94,5 +94,6 @@ def _present(groups: Groups, order: tuple[int, ...], n: int) -> Groups:
 
 def rank_in(group: Any, order: Sequence[int]) -> dict[int, int]:
     """Rank -> its place in its group (-1 if it is in none)."""
-    places = {r: i for g in groups_of(group) for i, r in enumerate(g)}
+    alike = [g for g in groups_of(group) if len(g) == group.size()]  # the others are by themselves
+    places = {r: i for g in alike for i, r in enumerate(g)}
     return {r: places.get(r, -1) for r in order}
