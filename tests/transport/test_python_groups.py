@@ -46,3 +46,27 @@ def test_torchs_threaded_group(threaded):
     whole = [0.0, 1.0, 1.0, 2.0]
     assert first == [[1.0, 3.0], whole, [1.0], [0.0, 1.0], [1.0, 2.0]]
     assert second == [[1.0, 3.0], whole, [3.0], [1.0, 2.0], [1.0, 2.0]]
+
+
+class Done(dist.Work):
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class Doubling(dist.ProcessGroup):
+    """A group that nobody has given a name."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> dist.Work:
+        for x in tensors:
+            x.mul_(2)
+        return Done()
+
+
+def doubled(rank: int) -> list[float]:
+    with fcoll.accelerate_c10d():
+        y = torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", Doubling(0, 1))
+        return torch.ops._c10d_functional.wait_tensor(y).tolist()
+
+
+def test_torchs_functions_on_a_group_without_a_name_while_they_are_accelerated(shared2):
+    assert shared2.run(doubled) == [[2.0] * 3] * 2
