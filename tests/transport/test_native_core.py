@@ -47,6 +47,14 @@ def core(tmp_path_factory):
     return objects
 
 
+def test_files_compile_in_any_order(tmp_path):
+    """They are compiled as one: a name of one must not be what another happens to need."""
+    core = [s for u in units_of_library() for s in u if not any(map(includes_torch, u))]
+    whole = tmp_path / "reversed.cpp"
+    whole.write_text("".join(f'#include "{source}"\n' for source in sorted(core, reverse=True)))
+    subprocess.run(["g++", *FLAGS, "-O0", "-fsyntax-only", str(whole)], check=True, timeout=100)
+
+
 def program(folder: Path, test: str, sanitizer: str, objects: list[str]) -> str:
     """The program of a test in tests/transport/native, with the core."""
     made = str(folder / test)
