@@ -50,8 +50,9 @@ struct Unfilled {
   ~Unfilled() {
     c10d::unregister_work(work);
     std::lock_guard lock(under_way().mutex);
-    auto found = under_way().by_memory.find(memory.unsafeGetStorageImpl());
-    if (found->second == work) under_way().by_memory.erase(found);  // else of a later call
+    auto& known = under_way().by_memory;
+    auto found = known.find(memory.unsafeGetStorageImpl());
+    if (found != known.end() && found->second == work) known.erase(found);  // else a later call's
     under_way().size--;
   }
   c10::Storage memory;
