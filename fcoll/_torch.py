@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcoll.imports import private, say_what_is_missing, warn_of_untested
 
@@ -249,16 +248,6 @@ _function_modes = private(_C, "_len_torch_function_stack")
 _profiling = private("torch.autograd", "_profiler_enabled")
 # Is any functorch transform active, whatever tensor is at hand?
 transforms_active = private(_C, "_are_functorch_transforms_active")
-
-
-def storage_key(x: torch.Tensor) -> int:
-    """What tells the memory of one tensor from that of all others that are alive."""
-    return x.untyped_storage()._cdata
-
-
-def weak_storage(x: torch.Tensor) -> StorageWeakRef:
-    """Says whether the tensor's memory is alive; until then its ``cdata`` is no other's."""
-    return StorageWeakRef(x.untyped_storage())
 
 
 def wait_plain(x: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ from fcoll.eager.door import is_refused, result, start
 from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.exchange import check_even_splits
-from fcoll.transport import protocol
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import refused
 
@@ -74,7 +73,7 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
-    if not is_compiling() and protocol.is_idle() and build.fast.wait_tensor(x) is x:
+    if not is_compiling() and build.fast.wait_tensor(x) is x:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()

@@ -100,14 +100,16 @@ class Lobby:
             self._gone = True
             raise Died(self._without_store(error), ()) from error
 
-    def give_up(self, why: NotMet) -> None:
-        """Leave word for the others that this rank will not come any more."""
+    def give_up(self, why: NotMet, goes: bool = True) -> None:
+        """Leave word for the others that this rank will not come any more; if it ``goes``, wait a
+        little until they have heard."""
         if self._gone:
             return
         word = {"message": str(why), "ranks": why.ranks, "kind": type(why).__name__}
         try:
             self.store.set(self._key("gave_up"), json.dumps(word))
-            self._until_heard()
+            if goes:
+                self._until_heard()
         except RuntimeError:
             return  # no store, no word
 

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from fcoll import _torch
 from fcoll.errors import from_native
 from fcoll.source import show, user_site
-from fcoll.transport import protocol
 
 
 @dataclass(eq=False)
@@ -92,7 +91,7 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
             raise self._pending.error.with_traceback(None)
         if _torch.plain(self.elem):
             try:
-                protocol.wait(self.elem)
+                _torch.wait_plain(self.elem)
             except Exception as error:
                 _in_flight.discard(self._pending)  # there is nothing left to wait for
                 self._pending.error = from_native(error)

@@ -17,7 +17,7 @@ from fcoll.groups import is_stacked_group
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.table.signature import signed
-from fcoll.transport import protocol, shared_memory
+from fcoll.transport import shared_memory
 from fcoll.transport.protocol import running
 
 
@@ -64,7 +64,7 @@ def wait(x: Tensor) -> Tensor:
     if is_compiling() or not _torch.plain(x):
         return torch.ops.fcoll.wait_tensor(x)
     try:
-        protocol.wait(x)
+        _torch.wait_plain(x)
     except RuntimeError as error:
         raise from_native(error) from None
     return x

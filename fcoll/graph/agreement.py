@@ -25,10 +25,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fcoll import _torch
-from fcoll.errors import PlanMismatch
+from fcoll.errors import OtherGraph, PlanMismatch
 from fcoll.graph.issued import Issued, describe
 from fcoll.groups import Group
 from fcoll.lobby import Elsewhere, NotMet
+from fcoll.transport import shared_memory
 from fcoll.transport.handshake import give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
@@ -96,12 +97,16 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
     lists: list[tuple[list[Call], str]] = []
     first = calls[0][1] if calls else "none"
     purpose = f"compare what it is about to issue on the group, which begins with {first}"
-    with meeting(g, _about(known.times), purpose) as exchange:
-        cards = exchange(json.dumps((digest, begun, first)))
-        if len({json.loads(card)[0] for card in cards}) > 1:
-            lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
-            with suppress(NotMet):  # one rank may serve the store: it stays until all have read it
-                exchange("")
+    try:
+        with meeting(g, _about(known.times), purpose) as exchange:
+            cards = exchange(json.dumps((digest, begun, first)))
+            if len({json.loads(card)[0] for card in cards}) > 1:
+                lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
+                with suppress(NotMet):  # one rank may serve the store: till all have read it
+                    exchange("")
+    except OtherGraph as error:
+        shared_memory.fail(g, str(error.args[0]))  # the others wait in a call for this rank
+        raise
     if lists:
         _raise_at_the_first_difference(g, lists)
     known.agreed.add(digest)
@@ -129,7 +134,7 @@ def turn_away(g: Group, what: str) -> str:
         f"{lobby.names[r]} has a new graph, which begins with {c[2]}" for r, c in waiting.items()
     ]
     said = f"{lobby.names[g.rank]} runs {what}; {'; '.join(theirs)}"
-    give_up(lobby, Elsewhere(said, [g.rank]), g)
+    give_up(lobby, Elsewhere(said, [g.rank]), g, goes=False)
     return said
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll import _torch
 from fcoll.errors import BadOption, MismatchedLists, NoGradient, fail
 from fcoll.groups import by_name, check_device, group_size
 from fcoll.table import stacks, wire
@@ -18,7 +17,7 @@ from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
 from fcoll.table.shapes import nothing, same
 from fcoll.transport.carriers import carrier_of, carrier_of_pairs
 from fcoll.transport.messages import PLAIN, TAGS
-from fcoll.transport.protocol import Then, Transfer, issued, wait
+from fcoll.transport.protocol import Then, Transfer, issued
 
 
 def _no_gradient(grad: object, a: Call) -> Tensor:
@@ -189,8 +188,6 @@ def _check_wait(tensor: Tensor) -> None:
 
 
 def _run_wait(tensor: Tensor) -> Tensor:
-    if _torch.plain(tensor):  # torch's finds what this thread has started
-        wait(tensor)
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 

@@ -70,9 +70,10 @@ def prefix_of(g: Group) -> str:
     return "fcoll_group/" + "_".join(map(str, g.ranks))
 
 
-def give_up(lobby: Lobby, why: NotMet, g: Group) -> None:
-    """Leave word that this rank does not come, for as long as there is the group."""
-    lobby.give_up(why)
+def give_up(lobby: Lobby, why: NotMet, g: Group, goes: bool = True) -> None:
+    """Leave word that this rank does not come, for as long as there is the group. One that ``goes``
+    may end the store with it, and waits until the others have heard."""
+    lobby.give_up(why, goes)
     weakref.finalize(g.pg, lobby.forget).atexit = False
 
 

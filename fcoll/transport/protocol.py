@@ -20,7 +20,6 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.reductions import Reduction, fold
-from fcoll.transport.native import build
 
 Finish = Callable[[], object]
 Started = tuple[dist.Work | None, Finish | None]
@@ -151,43 +150,8 @@ def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
-        register(out, work if isinstance(work, Then) and not finish else Then([work], finish))
+        _torch.register_work(out, Then([work], finish) if finish else work)
         tell(work, out)
     elif finish:
         finish()
     return out
-
-
-# -- works by the memory that they fill ---
-
-# torch's registry has one for each thread: another thread would find nothing to wait for there, and
-# go on with what has not come. Native works are in one of C++ (finish.cpp).
-_works: dict[int, tuple[Any, Then]] = {}
-_registering = threading.Lock()
-
-
-def register(out: Tensor, work: Then) -> None:
-    """For any thread's ``wait`` to find, and for torch's wait_tensor in this one."""
-    _torch.register_work(out, work)
-    memory = _torch.weak_storage(out)
-    with _registering:
-        for key in [key for key, (known, _) in _works.items() if known.expired()]:
-            del _works[key]  # nobody can wait for it any more
-        _works[memory.cdata] = memory, work
-
-
-def wait(x: Tensor) -> None:
-    """Wait for what is under way for a plain tensor, in whatever thread it was started."""
-    if _works and (known := _works.get(_torch.storage_key(x))):
-        known[1].wait()
-        with _registering:
-            _works.pop(known[0].cdata, None)
-    if build.loaded():
-        torch.ops.fcoll_native.wait(x)
-    if _torch.work_registry_size():
-        _torch.wait_plain(x)
-
-
-def is_idle() -> bool:
-    """Is nothing under way that the C++ fast path does not know?"""
-    return not _works

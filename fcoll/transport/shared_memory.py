@@ -187,6 +187,12 @@ def _open(g: Group) -> Opened:
         return Opened(_said(error))
 
 
+def fail(g: Group, why: str) -> None:
+    """Close the group on all its ranks: those that wait for this one in a call raise at once."""
+    if (status := known_status(g)) is not None and status.shared:
+        torch.ops.fcoll_native.fail(status.handle, why)
+
+
 def _close(mine: Opened) -> None:
     if mine.handle:
         torch.ops.fcoll_native.close(mine.handle)

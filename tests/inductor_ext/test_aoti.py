@@ -24,6 +24,9 @@ class Block(torch.nn.Module):
 
 def packaged(rank: int, folder: str) -> list[Tensor]:
     block, x = Block().eval(), torch.full((4, 8), rank + 1.0)
+    fcoll.all_reduce(x)
+    if rank == 1:
+        fcoll.barrier()  # one after the other: AOTInductor writes equal graphs to the same files
     inductor_ext.install()
     try:
         path = torch._inductor.aoti_compile_and_package(
@@ -31,6 +34,8 @@ def packaged(rank: int, folder: str) -> list[Tensor]:
         )
     finally:
         inductor_ext.uninstall()
+    if rank == 0:
+        fcoll.barrier()
     run = torch._inductor.aoti_load_package(path)
     return [run(x), run(x * 2)]
 

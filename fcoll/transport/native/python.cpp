@@ -315,8 +315,7 @@ PyObject* wait_tensor(Args args) {
   Tensor x = THPVariable_Unpack(args[0]);
   {
     WithoutGil released;
-    served::wait_for(x);
-    if (c10d::get_work_registry_size()) c10d::wait_tensor(x);
+    c10d::wait_tensor(x);  // whatever the size of the registry: that is of this thread's works only
   }
   return Py_NewRef(args[0]);
 }

@@ -71,6 +71,13 @@ void bind_group(const std::string& name, int64_t handle) {
   by_name[name] = {group, c10d::resolve_process_group(name).get()};
 }
 
+void fail_group(int64_t handle, const std::string& why) {
+  try {
+    group_of(handle)->close(why);
+  } catch (const Error&) {  // it is closed now, or was
+  }
+}
+
 void close_group(int64_t handle) {
   GroupPtr group;  // let go of without the lock
   {

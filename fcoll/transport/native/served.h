@@ -23,6 +23,8 @@ std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s);
 std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
                        at::IntArrayRef tokens);
 void bind_group(const std::string& name, int64_t handle);
+// Peers that wait for this rank in a call hear why it does not come.
+void fail_group(int64_t handle, const std::string& why);
 void close_group(int64_t handle);
 
 // -- collectives ----------------------------------------------------------------------------------
@@ -37,7 +39,6 @@ struct Result {
 
 // So that waits find what is under way.
 void register_finish(const GroupPtr&, uint64_t ticket, const Tensor& out);
-void wait_for(const Tensor&);  // in any thread; at once if nothing is under way for it
 // A new contiguous tensor, without the dispatcher: a third of at::empty's time.
 Tensor empty(const Tensor& like, at::IntArrayRef sizes);
 

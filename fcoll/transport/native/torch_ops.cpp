@@ -382,9 +382,9 @@ TORCH_LIBRARY(fcoll_native, m) {
   m.def("open(int rank, int n, float timeout_s) -> int[]", &served::open_group);
   m.def("join(int handle, int[] pids, int[] fds, int[] tokens) -> str", &served::join_group);
   m.def("bind(str name, int handle) -> ()", &served::bind_group);
+  m.def("fail(int handle, str why) -> ()", &served::fail_group);
   m.def("close(int handle) -> ()", &served::close_group);
   m.def("barrier(int handle) -> ()", &barrier);
-  m.def("wait(Tensor x) -> ()", &served::wait_for);
   m.def("round_trip_ns(int peer, int handle) -> float", &round_trip_ns);
   // The kernels of fcoll::* again, for callers that know that autograd and modes have no part in it.
   m.def("all_reduce(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
