@@ -257,3 +257,19 @@ def used_in_another_thread(rank, late):
 def test_another_thread_waits_for_a_result(pool, late, request):
     pool = request.getfixturevalue(pool)
     assert pool.run(used_in_another_thread, late) == [[[3.0] * 8]] * 2
+
+
+# -- layout ---
+
+
+def gathered_along_a_dim_of_one(rank):
+    x = torch.arange(6.0).view(2, 1, 3) + 10 * rank
+    y = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x, dim=1))
+    return y, y.stride()
+
+
+def test_a_gather_along_a_dim_of_size_one_is_contiguous(shared2):
+    x = torch.arange(6.0).view(2, 1, 3)
+    for y, strides in shared2.run(gathered_along_a_dim_of_one):
+        assert torch.equal(y, torch.cat([x, x + 10], dim=1))
+        assert strides == (6, 3, 1)

@@ -87,7 +87,7 @@ Result all_gather(const GroupPtr& g, const Tensor& input, int64_t dim) {
   stacked.insert(stacked.begin(), g->size());
   Tensor parts = empty(x, stacked);
   guarded([&] { g->run(call, x.const_data_ptr(), parts.mutable_data_ptr()); });
-  return {parts.movedim(0, dim).reshape(shape)};
+  return {parts.movedim(0, dim).reshape(shape).contiguous()};  // along a dim of size 1 it is a view
 }
 
 Result reduce_scatter(const GroupPtr& g, const Tensor& input, Op op, int64_t dim) {
