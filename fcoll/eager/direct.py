@@ -18,6 +18,7 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.table.signature import signed
 from fcoll.transport import shared_memory
+from fcoll.transport.native import build
 from fcoll.transport.protocol import running
 
 
@@ -63,6 +64,8 @@ def wait(x: Tensor) -> Tensor:
     """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
     if is_compiling() or not _torch.plain(x):
         return torch.ops.fcoll.wait_tensor(x)
+    if build.fast.wait_tensor(x) is x:
+        return x
     try:
         _torch.wait_plain(x)
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.reductions import Reduction, fold
+from fcoll.transport.native import build
 
 Finish = Callable[[], object]
 Started = tuple[dist.Work | None, Finish | None]
@@ -150,6 +151,7 @@ def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
+        build.fast.issued_in_thread()  # what torch knows of its works is of one thread
         _torch.register_work(out, Then([work], finish) if finish else work)
         tell(work, out)
     elif finish:

@@ -1,6 +1,10 @@
 // The second half of a collective that is under way, as wait_tensor finds it.
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
 
 #include "served.h"
@@ -30,9 +34,26 @@ struct Unfilled {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
+std::atomic<bool> other_threads_issue{false};
+
+bool in_main_thread() {
+  static thread_local const bool found = syscall(SYS_gettid) == getpid();
+  return found;
+}
+
 }  // namespace
 
+bool nothing_under_way() {
+  return in_main_thread() && !other_threads_issue.load(std::memory_order_acquire) &&
+         !c10d::get_work_registry_size();
+}
+
+void issued_in_thread() {
+  if (!in_main_thread()) other_threads_issue = true;
+}
+
 void register_finish(const GroupPtr& group, uint64_t ticket, const Tensor& out) {
+  issued_in_thread();
   auto work = c10::make_intrusive<Finish>(group, ticket);
   c10d::register_work(out, work);
   tensors::guarded([&] { group->keep(ticket, std::make_shared<Unfilled>(out.storage(), work)); });

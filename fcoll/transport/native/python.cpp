@@ -312,12 +312,17 @@ PyObject* wait_tensor(Args args) {
   if (!THPVariable_CheckExact(args[0]) || !nobody_listens() ||
       !has_plain_keys(THPVariable_Unpack(args[0])))
     return not_served();
-  Tensor x = THPVariable_Unpack(args[0]);
-  {
+  if (!served::nothing_under_way()) {
+    Tensor x = THPVariable_Unpack(args[0]);
     WithoutGil released;
-    c10d::wait_tensor(x);  // whatever the size of the registry: that is of this thread's works only
+    c10d::wait_tensor(x);
   }
   return Py_NewRef(args[0]);
+}
+
+PyObject* issued_in_thread(Args) {
+  served::issued_in_thread();
+  Py_RETURN_NONE;
 }
 
 // -- what compiled graphs call: the ops of compiled.h, by their arguments, without a dispatcher ------
@@ -401,6 +406,7 @@ PyMethodDef FUNCTIONS[] = {FUNCTION(all_reduce, 4),
                            FUNCTION(set_callbacks, 4),
                            FUNCTION(barrier, 1),
                            FUNCTION(wait_tensor, 1),
+                           FUNCTION(issued_in_thread, 0),
                            FUNCTION(claim, 5),
                            FUNCTION(meet, 5),
                            FUNCTION(announce, 5),

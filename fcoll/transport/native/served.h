@@ -39,6 +39,10 @@ struct Result {
 
 // So that waits find what is under way.
 void register_finish(const GroupPtr&, uint64_t ticket, const Tensor& out);
+// Can nothing be under way for any tensor? torch counts the works of one thread: what others have
+// issued is not in it.
+bool nothing_under_way();
+void issued_in_thread();  // said of a thread, the main one or another
 // A new contiguous tensor, without the dispatcher: a third of at::empty's time.
 Tensor empty(const Tensor& like, at::IntArrayRef sizes);
 
