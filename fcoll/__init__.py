@@ -166,9 +166,12 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    """What others find by themselves: the ops, kernels for torch's ops, what Dynamo is told."""
+    """What others find by themselves: the ops, kernels for torch's ops, the name of the backend,
+    what Dynamo is told."""
+    import fcoll_backend
     from fcoll import _torch, functions, symm_mem  # noqa: F401
 
+    fcoll_backend.register()
     when_imported(_torch.TRACES_FUNCTIONS, lambda: _torch.no_guards_on_globals_of(__name__))
 
 

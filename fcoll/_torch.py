@@ -132,6 +132,15 @@ def group_timeout_s(pg: dist.ProcessGroup) -> float:
         return c10d.default_pg_timeout.total_seconds()
 
 
+def cpu_backend(pg: dist.ProcessGroup) -> Any:
+    """What moves the group's CPU tensors; None for a group that is written in Python."""
+    try:
+        backend = pg._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+    return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
 def group_store(pg: dist.ProcessGroup) -> dist.Store | None:
     """The store of a group, with a prefix of its own; None for a group that has none."""
     try:
@@ -147,13 +156,11 @@ def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:
 
 
 def is_gloo(pg: dist.ProcessGroup) -> bool:
-    """Does gloo move the group's CPU tensors?"""
+    """Does gloo move the group's CPU tensors, or those messages that fcoll's backend hands it?"""
     if "cpu" not in device_types(pg):
         return False
-    try:
-        return pg._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:  # a group written in Python
-        return False
+    backend = cpu_backend(pg)
+    return backend is not None and backend.name() in ("gloo", "fcoll")
 
 
 def has_native_avg(pg: dist.ProcessGroup, device: torch.device) -> bool:

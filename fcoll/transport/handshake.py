@@ -7,7 +7,7 @@ timeout is over, and one that died sooner. A group without a store is asked to g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fcoll import _torch
 from fcoll.errors import from_lobby
 from fcoll.groups import Group
-from fcoll.lobby import Absent, Lobby, NotMet, processes_of
+from fcoll.lobby import Absent, Lobby, NotMet, Process, processes_of
 from fcoll.transport import process_group
 
 #: Gives every rank's text for this rank's
@@ -37,30 +37,51 @@ def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Itera
         yield lambda text: _gathered(text, g)
         return
     lobby = lobby_of(g, store, about, purpose)
+    with meeting_in(lobby, lambda why: give_up(lobby, why, g)) as exchange:
+        yield exchange
+    processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
+
+
+@contextmanager
+def meeting_in(lobby: Lobby, give_up: Callable[[NotMet], object]) -> Iterator[Exchange]:
+    """The same in a lobby, for ranks that have no group yet."""
     try:
         yield lobby.exchange
     except NotMet as why:
-        give_up(lobby, why, g)
+        give_up(why)
         raise from_lobby(why) from None
     except BaseException as error:  # also Ctrl-C: the others need not wait for their timeout
-        who = lobby.names[g.rank]
-        give_up(lobby, Absent(f"{who} left the meeting by {type(error).__name__}", [g.rank]), g)
+        who = lobby.names[lobby.rank]
+        give_up(Absent(f"{who} left the meeting by {type(error).__name__}", [lobby.rank]))
         raise
     lobby.leave()
-    processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
 
 
 def lobby_of(g: Group, store: dist.Store, about: str = "", purpose: str = "meet") -> Lobby:
     """Where the ranks of a group have the meeting that is ``about`` this."""
-    plain, known = g.ranks == tuple(range(g.n)), processes_of(dist.group.WORLD)
+    known, timeout_s = processes_of(dist.group.WORLD), _torch.group_timeout_s(g.pg)
+    return lobby_in(store, g.rank, g.ranks, timeout_s, prefix_of(g) + about, known, purpose)
+
+
+def lobby_in(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    prefix: str,
+    known: dict[int, Process],
+    purpose: str = "join the group",
+) -> Lobby:
+    """Where these ranks meet; their processes are ``known`` by global rank."""
+    plain = tuple(ranks) == tuple(range(len(ranks)))
     return Lobby(
         store,
-        g.rank,
-        g.n,
-        _torch.group_timeout_s(g.pg),
-        prefix=prefix_of(g) + about,
-        names=[f"rank {r}" if plain else f"rank {r} ({x} of all)" for r, x in enumerate(g.ranks)],
-        processes={r: known[x] for r, x in enumerate(g.ranks) if x in known},
+        rank,
+        len(ranks),
+        timeout_s,
+        prefix=prefix,
+        names=[f"rank {r}" if plain else f"rank {r} ({x} of all)" for r, x in enumerate(ranks)],
+        processes={r: known[x] for r, x in enumerate(ranks) if x in known},
         purpose=purpose,
     )
 

@@ -143,20 +143,44 @@ def _connect(g: Group) -> Status:
         return Status(0, "a fake group moves no bytes")
     if "cpu" not in g.serves:
         return Status(0, "the group has no backend for CPU tensors")
-    if not 1 < g.n <= MAX_RANKS:
-        return Status(0, f"it has {g.n} ranks; shared memory serves 2 to {MAX_RANKS}")
-    with meeting(g) as exchange:
-        mine = _open(g)
-        try:
-            why_not, fast = _agree(g, mine, exchange)
-        except BaseException:
-            _close(mine)
-            raise
+    if why_not := too_many_or_few(g.n):
+        return Status(0, why_not)
+    if handle := handle_of_backend(g.pg):
+        status = Status(handle, _described(g.n), True)
+    else:
+        with meeting(g) as exchange:
+            status = connect(g.rank, g.n, _torch.group_timeout_s(g.pg), exchange)
+    if status.shared:
+        torch.ops.fcoll_native.bind(g.name, status.handle)
+    return status
+
+
+def too_many_or_few(n: int) -> str:
+    """Why a group of so many ranks has no shared memory; empty if it may have."""
+    return "" if 1 < n <= MAX_RANKS else f"it has {n} ranks; shared memory serves 2 to {MAX_RANKS}"
+
+
+def handle_of_backend(pg: dist.ProcessGroup) -> int:
+    """The shared memory that a group's backend has already, if that is fcoll's (backend.py)."""
+    return getattr(_torch.cpu_backend(pg), "handle", 0)
+
+
+def connect(rank: int, n: int, timeout_s: float, exchange: Exchange) -> Status:
+    """Map the memory of the ranks that ``exchange`` is between, if all of them can."""
+    mine = _open(rank, n, timeout_s)
+    try:
+        why_not, fast = _agree(mine, exchange)
+    except BaseException:
+        _close(mine)
+        raise
     if not why_not:
-        torch.ops.fcoll_native.bind(g.name, mine.handle)
-        return Status(mine.handle, f"{g.n} ranks on {socket.gethostname()}", fast)
+        return Status(mine.handle, _described(n), fast)
     _close(mine)
     return Status(0, why_not)
+
+
+def _described(n: int) -> str:
+    return f"{n} ranks on {socket.gethostname()}"
 
 
 @dataclass(frozen=True)
@@ -173,14 +197,13 @@ class Opened:
     library: str = ""  # the build's key: what ranks tell each other in memory depends on it
 
 
-def _open(g: Group) -> Opened:
+def _open(rank: int, n: int, timeout_s: float) -> Opened:
     """This rank's memory. Whatever goes wrong is told to the peers, which wait for it."""
     try:
         if why_not := build.load():
             return Opened(why_not[:REASON])
-        timeout_s = _torch.group_timeout_s(g.pg)
         host = _host()
-        handle, fd, token = torch.ops.fcoll_native.open(g.rank, g.n, timeout_s)
+        handle, fd, token = torch.ops.fcoll_native.open(rank, n, timeout_s)
         fast, library = build.has_fast_path(), build.library_key()
         return Opened("", host, os.getpid(), handle, fd, token, fast, library)
     except Exception as error:
@@ -198,7 +221,7 @@ def _close(mine: Opened) -> None:
         torch.ops.fcoll_native.close(mine.handle)
 
 
-def _agree(g: Group, mine: Opened, exchange: Exchange) -> tuple[str, bool]:
+def _agree(mine: Opened, exchange: Exchange) -> tuple[str, bool]:
     """Map the peers' memory, if all ranks can: empty, or on all ranks why not; and have all ranks
     the extension module?"""
     cards = [Opened(**json.loads(text)) for text in exchange(json.dumps(asdict(mine)))]

@@ -34,7 +34,8 @@ from fcoll.transport.native.compiler import Compiler, Unit, includes_torch, say
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
 _EXTENSION = tuple(
-    Path(__file__).parent / name for name in ("python.cpp", "gradients.cpp", "buckets.cpp")
+    Path(__file__).parent / name
+    for name in ("python.cpp", "gradients.cpp", "buckets.cpp", "backend.cpp")
 )
 # Until then a process that starts takes over the failure of another: ranks do not start at once.
 RETRY_S = 60.0

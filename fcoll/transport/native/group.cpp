@@ -133,6 +133,12 @@ void Group::all_to_all(const Call& call, const void* in, void* out, const size_t
                     in_bytes, out_bytes);
 }
 
+void Group::set_timeout(double seconds) {
+  auto turn = enter();
+  timeout_s_ = seconds;
+  ring_.set_timeout(seconds);
+}
+
 double Group::round_trip_ns(int peer) {
   auto turn = enter();
   return ring_.round_trip_ns(peer);
@@ -228,6 +234,13 @@ void Group::finish(uint64_t ticket) {
 
 void Group::finish(const Turn&, uint64_t ticket) {
   while (!pending_.empty() && first_of(pending_.front().call) <= ticket) complete_oldest();
+}
+
+bool Group::poll(uint64_t ticket) {
+  if (ticket <= completed_.load(std::memory_order_acquire)) return true;
+  auto turn = enter();
+  progress();
+  return ticket <= completed_.load(std::memory_order_acquire);
 }
 
 void Group::keep(uint64_t ticket, std::shared_ptr<void> result) {

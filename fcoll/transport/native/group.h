@@ -47,12 +47,16 @@ class Group {
   // once. For all kinds but all_to_all, whose length only its senders know.
   uint64_t start(const Call&, const void* in, void* out, double patience_us);
   void finish(uint64_t ticket);
+  // Is it filled? Does what can be done without waiting.
+  bool poll(uint64_t ticket);
   // What a call fills is let go of when it is filled, not sooner; at once if it is.
   void keep(uint64_t ticket, std::shared_ptr<void> result);
 
   // The same of an all-reduce in place, of the parts that lie `at` so many bytes in their memories.
   // A part must not be touched before `finish`.
   uint64_t start_in_place(Call, std::shared_ptr<const SharedParts>, size_t at);
+
+  void set_timeout(double seconds);  // of the calls from now on
 
   // Core-to-core round trip with a peer in ns: the median of many. Both call it.
   double round_trip_ns(int peer);

@@ -20,6 +20,7 @@
 #include <optional>
 #include <variant>
 
+#include "backend.h"
 #include "buckets.h"
 #include "compiled.h"
 #include "gradients.h"
@@ -425,6 +426,7 @@ PyMODINIT_FUNC PyInit_fcoll_fast() {
   if (made) {
     fcoll::gradients::add_to(py::reinterpret_borrow<py::module_>(made));
     fcoll::buckets::add_to(py::reinterpret_borrow<py::module_>(made));
+    fcoll::backend::add_to(py::reinterpret_borrow<py::module_>(made));
   }
   return made;
 }

@@ -64,6 +64,7 @@ class Ring {
   // Map the peers' memories. Empty if each is the one with its token, else the reason.
   std::string join(const std::vector<Address>&);
   void close_fd() { peers_.close_fd(); }  // once all have joined
+  void set_timeout(double seconds) { timeout_s_ = seconds; }
   void leave();  // the peers need not wait for this rank any more
 
   int rank() const { return rank_; }

@@ -14,9 +14,6 @@ namespace fcoll::served {
 
 using namespace fcoll::tensors;
 
-// How long an eager call waits for late peers before it returns a result that is under way.
-constexpr double PATIENCE_US = 5;
-
 namespace {
 
 Result started(const GroupPtr& g, const Call& call, const Tensor& x, Tensor out) {

@@ -32,6 +32,9 @@ void close_group(int64_t handle);
 // Arguments need no check before: where a call is not plainly served there is no tensor in its
 // result, nothing has been sent, and the process group's kernel checks it and takes it.
 
+// How long a call waits for late peers before it returns a result that is under way.
+constexpr double PATIENCE_US = 5;
+
 struct Result {
   Tensor out;
   bool under_way = false;  // a Finish is registered for out, which wait_tensor finds

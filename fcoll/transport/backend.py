@@ -1,0 +1,104 @@
+"""torch.distributed's backend "fcoll" for CPU tensors: how a group of it is made.
+
+Its ranks meet in the group's store, as those of any group do at their first collective
+(handshake.py), and map one another's memory. The collectives are in native/backend.cpp; a gloo
+backend of the same ranks takes what is not served there, and everything if one rank cannot map the
+others' memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcoll.lobby import Process, processes_of
+from fcoll.transport import shared_memory
+from fcoll.transport.handshake import lobby_in, meeting_in
+from fcoll.transport.native import build
+
+log = logging.getLogger("fcoll")
+
+# Of a default group that is being made, by its shared memory: processes_of() has no place for them
+# before there is that group.
+_met: dict[int, dict[int, Process]] = {}
+
+
+def make(facts: Any, options: Any = None) -> Any:
+    """The backend of a group, as torch.distributed asks for it; ``options`` are not needed."""
+    n, ranks = facts.group_size, list(facts.global_ranks_in_group)
+    timeout_s = facts.timeout.total_seconds()
+    return make_for(facts.store, facts.group_rank, ranks or range(n), timeout_s, facts.group_id)
+
+
+def make_for(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, name: str
+) -> Any:
+    """The backend of these ranks, by their global numbers; all of them call it."""
+    status, meeting = _connect(store, rank, ranks, timeout_s)
+    try:
+        # not the addresses of an earlier group of that name: a world may be made again in its store
+        addresses = dist.PrefixStore(f"gloo/{meeting}", store)
+        timeout = timedelta(seconds=timeout_s)
+        gloo = dist.ProcessGroupGloo(addresses, rank, len(ranks), timeout)
+    except BaseException:
+        _close(status)
+        raise
+    gloo.options.global_ranks_in_group = list(ranks)
+    gloo.options.group_name = name
+    if status.shared and status.fast:
+        build.fast.split_backends_by(make_for)
+        facts = timeout_s, name, list(ranks)
+        return build.fast.make_backend(rank, len(ranks), gloo, status.handle, *facts)
+    _close(status)
+    why_not = "a rank lacks the extension for its Python" if status.shared else status.reason
+    if len(ranks) > 1:
+        _say(why_not)
+    return gloo
+
+
+def _connect(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
+) -> tuple[shared_memory.Status, str]:
+    """Whether the ranks can map one another's memory, which they find out together; and the name of
+    that meeting, which no other has."""
+    n = len(ranks)
+    if why_not := shared_memory.too_many_or_few(n):
+        return shared_memory.Status(0, why_not), ""
+    # split_group gives sibling groups one name, and so one store
+    prefix = "fcoll_backend/" + "_".join(map(str, ranks))
+    lobby = lobby_in(store, rank, ranks, timeout_s, prefix, _known_processes())
+    with meeting_in(lobby, lobby.give_up) as exchange:
+        status = shared_memory.connect(rank, n, timeout_s, exchange)
+    processes = {ranks[r]: process for r, process in lobby.processes.items()}
+    if dist.group.WORLD is not None:
+        _known_processes().update(processes)
+    elif status.shared:
+        _met[status.handle] = processes
+    return status, lobby.meeting
+
+
+def _known_processes() -> dict[int, Process]:
+    """Those of the ranks that are known in this world, by global rank."""
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    known = processes_of(world)
+    known.update(_met.pop(shared_memory.handle_of_backend(world), {}))
+    return known
+
+
+def _close(status: shared_memory.Status) -> None:
+    if status.shared:
+        torch.ops.fcoll_native.close(status.handle)
+
+
+@functools.cache
+def _say(why_not: str) -> None:
+    """Once in a process."""
+    log.warning('the backend "fcoll" hands all collectives to gloo: %s', why_not)
