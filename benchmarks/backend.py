@@ -1,6 +1,6 @@
 """torch.distributed in place on a group of the backend "fcoll" and on one of gloo, us of a call.
 
-Both groups have the same ranks and take turns in one run. Times are of one call on rank 0, from
+Both groups have the same ranks, pinned to cores, and take turns in one run. Times are of one call on rank 0, from
 Python, issue to result; the ratio is of the medians.
 
 python benchmarks/backend.py [--ranks 2] [--kinds all_reduce,...] [--sizes 64,1024,...] [--turns 6]
@@ -9,6 +9,7 @@ python benchmarks/backend.py [--ranks 2] [--kinds all_reduce,...] [--sizes 64,10
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def measured(call: Callable[[], object], rounds: int) -> list[float]:
 
 
 def rank_main(kinds: list[str], sizes: list[int], turns: int) -> None:
+    os.sched_setaffinity(0, {dist.get_rank() % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     groups = {"fcoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for kind in kinds:

@@ -53,7 +53,8 @@ def code_of(path: Path) -> str:
 
 # Drop-ins that repeat torch's names, demos and measurements, which a new collective need not have.
 APART = ("fcoll/dist.py", "fcoll/compat.py", "fcoll/local/", "fcoll/cli/")
-APART += ("fcoll/profiling/calibrate.py", "fcoll/report/prices.py")
+APART += ("fcoll/transport/native/backend.cpp", "fcoll/profiling/calibrate.py")
+APART += ("fcoll/report/prices.py",)
 APART += ("fcoll/simulation/batched/shortcuts.py",)  # for torch's functions; ours pass by the table
 
 
