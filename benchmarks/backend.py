@@ -1,7 +1,7 @@
 """torch.distributed in place on a group of the backend "fcoll" and on one of gloo, us of a call.
 
-Both groups have the same ranks, pinned to cores, and take turns in one run. Times are of one call on rank 0, from
-Python, issue to result; the ratio is of the medians.
+Both groups have the same ranks, pinned to cores, and take turns in one run. Times are of one call
+on rank 0, from Python, issue to result; the ratio is of the medians.
 
 python benchmarks/backend.py [--ranks 2] [--kinds all_reduce,...] [--sizes 64,1024,...] [--turns 6]
 """

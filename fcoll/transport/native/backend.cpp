@@ -46,7 +46,13 @@ class Backend final : public c10d::Backend {
     options_->global_ranks_in_group = std::move(ranks);
     init();
   }
-  ~Backend() override { group_->leave(); }
+  // Not with Python's lock: gloo's threads end here, and may be in a callback that waits for it.
+  ~Backend() override {
+    std::optional<py::gil_scoped_release> released;
+    if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+    group_->leave();
+    inner_.reset();
+  }
 
   int64_t handle() const { return handle_; }
   const std::string getBackendName() const override { return "fcoll"; }
@@ -102,10 +108,7 @@ class Backend final : public c10d::Backend {
   WorkPtr allreduce_coalesced(Tensors& xs, const c10d::AllreduceCoalescedOptions& opts) override {
     if (xs.empty()) return inner_->allreduce_coalesced(xs, opts);
     auto op = op_of(opts.reduceOp);
-    bool here = op && std::all_of(xs.begin(), xs.end(), [&](const Tensor& x) {
-      return is_dense(x) && reduces(x, *op);
-    });
-    if (!here) {
+    if (!op || !are_dense(xs) || !all_reduce_by(xs, *op)) {
       hand_over("all_reduce_coalesced", xs[0], op);
       return inner_->allreduce_coalesced(xs, opts);
     }
@@ -237,12 +240,16 @@ class Backend final : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
                                           const c10d::ReduceScatterOptions& opts) override {
+    bool even = std::all_of(ins.begin(), ins.end(), [&](const Tensor& x) {
+      return x.dim() && x.size(0) % size_ == 0;
+    });
+    if (!even || !fit(ins, outs, size_))
+      return inner_->reduce_scatter_tensor_coalesced(outs, ins, opts);
     auto op = op_of(opts.reduceOp);
-    bool here = fit(ins, outs, size_) && op &&
-                std::all_of(ins.begin(), ins.end(), [&](const Tensor& x) {
-                  return reduces(x, *op) && x.dim() && x.size(0) % size_ == 0;
-                });
-    if (!here) return inner_->reduce_scatter_tensor_coalesced(outs, ins, opts);
+    if (!op || !all_reduce_by(ins, *op)) {
+      hand_over("reduce_scatter_tensor_coalesced", ins[0], op);
+      return inner_->reduce_scatter_tensor_coalesced(outs, ins, opts);
+    }
     return lists({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "fcoll:reduce_scatter"}, outs, ins,
                  [&](const Tensors& xs) { return served::reduce_scatter_coalesced(group_, xs, *op); });
   }
@@ -340,6 +347,10 @@ class Backend final : public c10d::Backend {
   };
 
   bool is_rank(int64_t r) const { return r >= 0 && r < size_; }
+
+  static bool all_reduce_by(const Tensors& xs, Op op) {
+    return std::all_of(xs.begin(), xs.end(), [&](const Tensor& x) { return reduces(x, op); });
+  }
 
   // Is it this rank's part of the other one, in the same memory?
   bool is_part(const Tensor& x, const Tensor& whole) const {
