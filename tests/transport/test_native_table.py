@@ -61,7 +61,7 @@ def test_rows_with_a_fast_path_are_the_functions_of_the_extension():
     functions_ = dict(re.findall(r"FUNCTION\((\w+), (\d)\)", text))
     fast = {row.name: len(row.native.fast) for row in ROWS if row.native.fast is not None}
     of_graphs = {"claim", "meet", "announce", "collect", "meet_and_reduce"}
-    others = {"set_callbacks", "wait_tensor", *of_graphs}
+    others = {"set_callbacks", "wait_tensor", "issued_in_thread", *of_graphs}
     assert {n: int(k) for n, k in functions_.items() if n not in others} == fast
     assert others < set(functions_)
 
