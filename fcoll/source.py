@@ -19,7 +19,9 @@ import typing_extensions  # torch depends on it
 Site = tuple[str, int]  # file name, line
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_COMPILER = os.path.join(os.path.dirname(_HERE), "inductor_ext")
+_COMPILER, _BACKEND = (
+    os.path.join(os.path.dirname(_HERE), name) for name in ("inductor_ext", "fcoll_backend")
+)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _DEMOS = os.path.join(_HERE, "cli", "demos.py")  # written as a user's program
 # what torch's functions are wrapped by stands between them and the user's line
@@ -28,7 +30,7 @@ _WRAPPERS = (
     typing_extensions.__file__,
 )
 _LIBRARIES = (
-    *(folder + os.sep for folder in (_HERE, _COMPILER, _TORCH)),
+    *(folder + os.sep for folder in (_HERE, _COMPILER, _BACKEND, _TORCH)),
     "<frozen ",
     "<eval_with_key>",
     *map(os.path.abspath, _WRAPPERS),

@@ -477,6 +477,8 @@ def dying(rank: int) -> None:
     with pytest.raises(PeerDied) as caught:
         dist.all_reduce(torch.ones(1))
     assert caught.value.rank == 1
+    with pytest.raises(PeerDied, match=r"rank 1 died.*test_backend\.py"):
+        dist.new_group()
 
 
 def test_a_dead_peer_is_named(compiled: None) -> None:
