@@ -22,6 +22,7 @@ from fcoll.groups import Group
 from fcoll.reductions import Reduction, fold
 from fcoll.transport.native import build
 
+_MAIN_THREAD = threading.main_thread().ident
 Finish = Callable[[], object]
 Started = tuple[dist.Work | None, Finish | None]
 
@@ -151,7 +152,8 @@ def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
-        build.fast.issued_in_thread()  # what torch knows of its works is of one thread
+        if threading.get_ident() != _MAIN_THREAD:
+            build.fast.issued_in_thread()  # what torch tells of its works is of one thread
         _torch.register_work(out, Then([work], finish) if finish else work)
         tell(work, out)
     elif finish:
