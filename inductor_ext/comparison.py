@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -78,6 +79,7 @@ class Runs:
         if not self.count:
             self._compare()
         self.count += 1
+        watch.begun[threading.get_ident()] = time.monotonic()
         for group in self.begun:
             group.begun += 1
 

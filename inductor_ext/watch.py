@@ -32,6 +32,10 @@ STUCK_S = 5.0  # a run that is older may be stuck; a slow one is not turned away
 #: By thread: the graph that it runs in C++, which has no Python frame.
 in_cpp: dict[int, Any] = {}
 
+#: By thread: when it last began to run a graph. Stacks are looked at only if that is long ago, and
+#: once if the run has ended: ranks have crashed while they compiled and were looked at.
+begun: dict[int, float] = {}
+
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -46,16 +50,17 @@ def start() -> None:
 
 
 def _watch() -> None:
-    since: dict[tuple[int, int, int], float] = {}  # a run -> when it was first seen
     told: set[str] = set()
     while True:
         time.sleep(LOOK_S)
-        now, before, since = time.monotonic(), since, {}
-        for thread, runs, what in _running():
-            run = thread, id(runs), runs.count
-            since[run] = before.get(run, now)
-            if now - since[run] >= STUCK_S:
-                _tell(runs, what, told)
+        now = time.monotonic()
+        old = {thread: at for thread, at in list(begun.items()) if now - at >= STUCK_S}
+        running = {thread: (runs, what) for thread, runs, what in _running()} if old else {}
+        for thread, at in old.items():
+            if thread in running:
+                _tell(*running[thread], told)
+            elif begun.get(thread) == at:
+                del begun[thread]  # it has ended
 
 
 def _running() -> Iterator[tuple[int, Any, str]]:
