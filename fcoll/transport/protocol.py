@@ -103,7 +103,7 @@ def reduce_scatter_by_exchange(
 
 
 class Then(dist.Work):
-    """Waits for its works, then runs ``finish``: once, whoever waits first; others wait for that.
+    """Waits for its works, then runs ``finish``: once, whoever waits first.
 
     Once, because a second wait for a gloo send waits for a second send.
     """
@@ -112,18 +112,16 @@ class Then(dist.Work):
         super().__init__()
         self.works = works
         self.finish = finish
-        self._waiting = threading.RLock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with self._waiting:
-            works, self.works = self.works, ()
-            failed = [error for work in works if (error := _failure(work, timeout))]
-            if failed:
-                raise failed[0]
-            finish, self.finish = self.finish, None
-            if finish:
-                with torch.no_grad():
-                    finish()
+        works, self.works = self.works, ()
+        failed = [error for work in works if (error := _failure(work, timeout))]
+        if failed:
+            raise failed[0]
+        finish, self.finish = self.finish, None
+        if finish:
+            with torch.no_grad():
+                finish()
         return True
 
     def registered_for(self, out: Tensor) -> None:
