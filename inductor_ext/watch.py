@@ -33,7 +33,7 @@ STUCK_S = 5.0  # a run that is older may be stuck; a slow one is not turned away
 in_cpp: dict[int, Any] = {}
 
 #: By thread: when it last began to run a graph. Stacks are looked at only if that is long ago, and
-#: once if the run has ended: ranks have crashed while they compiled and were looked at.
+#: once if the run has ended.
 begun: dict[int, float] = {}
 
 _thread: threading.Thread | None = None
