@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fcoll.scheduling.clock import Clock
 from fcoll.scheduling.contention import Contention, Flow
 from fcoll.scheduling.problem import START, Problem
 
@@ -37,23 +38,9 @@ def times(problem: Problem, order: Sequence[int]) -> tuple[float, list[float]]:
     """The time of the whole, and when each unit ends."""
     if problem.contention is not None:
         return _contended(problem, problem.contention, order)
-    kind, us, stream, flights = problem.kind, problem.us, problem.stream, problem.flights
-    free = [0.0] * len(problem.streams)
-    ends = [0.0] * problem.n
-    now = 0.0
-    for u in order:
-        begin = now
-        for v in flights[u]:
-            if ends[v] > begin:
-                begin = ends[v]
-        if kind[u] == START:
-            s = stream[u]
-            if free[s] > begin:
-                begin = free[s]
-            ends[u] = free[s] = begin + us[u]
-        else:
-            ends[u] = now = begin + us[u]
-    return max(now, max(free, default=0.0)), ends
+    clock = Clock(problem)
+    clock.run(order)
+    return clock.total_us, clock.ends
 
 
 def _contended(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from fcoll.scheduling.bounds import memory_profile
+from fcoll.scheduling.clock import Clock
 from fcoll.scheduling.problem import START, WAIT, Problem
 
 TRIES = 6  # units that are tried for a slot before the reference order decides
@@ -99,10 +100,9 @@ class ListScheduler:
         self.capped = cap != _NEVER  # without a cap nothing is asked of memory
         position = reference.position
         self.key = [(-p, position[u], u) for u, p in enumerate(priority)]
-        self.now = 0.0
+        self.clock = Clock(problem)
+        self.ends, self.free = self.clock.ends, self.clock.free
         self.order: list[int] = []
-        self.ends = [0.0] * problem.n
-        self.free = [0.0] * len(problem.streams)
         self.done = [False] * problem.n
         self.missing = [len(b) for b in problem.before]
         self.ready: list[tuple[float, int, int]] = []  # compute
@@ -131,7 +131,7 @@ class ListScheduler:
             if chosen is not None:
                 self.execute(chosen)
             elif self.flying:
-                self.now = max(self.now, self.flying[0][0])
+                self.clock.now = max(self.clock.now, self.flying[0][0])
         return self.order
 
     # -- what is ready ---
@@ -147,14 +147,14 @@ class ListScheduler:
             at = ends[flights[0]] if len(flights) == 1 else max([ends[v] for v in flights])
             heappush(self.flying, (at, u))
         elif kind == WAIT:
-            heappush(self.flying, (self.now, u))
+            heappush(self.flying, (self.clock.now, u))
         else:
             heappush(self.ready, self.key[u])
 
     def pass_arrived(self) -> None:
         """Pass the waits for what has arrived: they cost nothing and free what was sent."""
         flying, kind, us, done = self.flying, self.problem.kind, self.problem.us, self.done
-        while flying and flying[0][0] <= self.now:
+        while flying and flying[0][0] <= self.clock.now:
             u = heappop(flying)[1]
             if done[u]:
                 continue
@@ -169,11 +169,11 @@ class ListScheduler:
         while ready and done[ready[0][2]]:
             heappop(ready)
         if ready:
-            until = self.now + self.problem.us[ready[0][2]]
+            until = self.clock.now + self.problem.us[ready[0][2]]
         else:
-            until = self.flying[0][0] if self.flying else self.now
+            until = self.flying[0][0] if self.flying else self.clock.now
         for s, waiting in enumerate(self.to_issue):
-            while waiting and (free[s] < until or free[s] <= self.now):
+            while waiting and (free[s] < until or free[s] <= self.clock.now):
                 u = self.first_that_fits(waiting)
                 if u is None:
                     break
@@ -204,7 +204,7 @@ class ListScheduler:
         if self.problem.kind[u] == START:
             return u
         arrival = max([self.ends[v] for v in self.problem.flights[u]], default=0.0)
-        return u if arrival <= self.now else None
+        return u if arrival <= self.clock.now else None
 
     # -- memory ---
 
@@ -230,25 +230,15 @@ class ListScheduler:
 
     def execute(self, u: int) -> None:
         """Spend the unit's time on its stream, touch its buffers, release what it held up."""
-        problem, ends, missing = self.problem, self.ends, self.missing
+        missing = self.missing
         self.order.append(u)
         self.done[u] = True
-        begin = self.now
-        for v in problem.flights[u]:
-            if ends[v] > begin:
-                begin = ends[v]
-        if problem.kind[u] == START:
-            s = problem.stream[u]
-            if self.free[s] > begin:
-                begin = self.free[s]
-            ends[u] = self.free[s] = begin + problem.us[u]
-        else:
-            ends[u] = self.now = begin + problem.us[u]
+        self.clock.run((u,))
         if self.capped:
             self.touch(u)
         if self.reference.order[self.frontier] == u:
             self.advance()
-        for v in problem.after[u]:
+        for v in self.problem.after[u]:
             missing[v] -= 1
             if not missing[v]:
                 self.release(v)

@@ -10,39 +10,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fcoll.graph.steps import Step
+from fcoll.scheduling.clock import COMPUTE as COMPUTE
+from fcoll.scheduling.clock import KINDS, START, Units
+from fcoll.scheduling.clock import WAIT as WAIT
 from fcoll.scheduling.contention import Contention, launches
 
-COMPUTE, START, WAIT = 0, 1, 2
-KINDS = {"compute": COMPUTE, "start": START, "wait": WAIT}
 
-
-@dataclass(slots=True)
-class Problem:
-    """All lists but the last few have an entry a unit.
+@dataclass(slots=True, kw_only=True)
+class Problem(Units):
+    """Units that may be ordered anew.
 
     A *buffer* is the memory that one unit allocates. It is held from the first unit that touches it
     to the last one, or to the end if it is ``pinned``.
     """
 
-    kind: list[int]
-    us: list[float]
-    stream: list[int]  # -1: compute, else a number of a group's stream
     before: list[list[int]]  # the units that must come before
     after: list[list[int]]
-    flights: list[list[int]]  # the starts whose results it needs: it blocks, or queues, for them
     touches: list[list[int]]  # buffers
     names: list[str]
     members: list[tuple[int, ...]]  # positions of the unit's steps
     size: list[int]  # of each buffer, in bytes
     pinned: list[bool]  # of each buffer: is it held to the end?
-    streams: list[str]
     held_bytes: int = 0  # the graph's inputs
     steps: tuple[Step, ...] = ()
     live_first: list[bool] = field(default_factory=list)  # buffers held from the beginning
     counts: list[int] = field(default_factory=list)  # of touches, see touch_counts
-    contention: Contention | None = None  # with it, of each unit:
-    links: list[int] = field(default_factory=list)  # the shared links that it uses
-    launches: list[int] = field(default_factory=list)  # what the host issues for it
 
     @property
     def n(self) -> int:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 
 from fcoll.scheduling.bounds import Outcome, run
+from fcoll.scheduling.clock import Clock
 from fcoll.scheduling.overlap import NEVER, Overlap
 from fcoll.scheduling.problem import START, Problem
 
@@ -66,24 +67,21 @@ class Exact:
         """An order as fast as any, or ``start`` if it is one or the search was given up."""
         self.best = start
         work = sum(us for us, s in zip(self.problem.us, self.problem.stream, strict=True) if s < 0)
-        streams = [0.0] * len(self.problem.streams)
         held = self.problem.held_bytes
-        self.extend([], 0.0, streams, {}, held, list(self.counts), work)
+        self.extend([], Clock(self.problem), held, list(self.counts), work)
         return self.best
 
     def extend(
         self,
         order: list[int],
-        now: float,
-        free: list[float],
-        ends: dict[int, float],
+        clock: Clock,
         held: int,
         left: list[int],
         work: float,
     ) -> None:
         """Go on with each unit that may come next, unless that cannot be better."""
         self.tried += 1
-        least = max(now + work, *free, 0.0)
+        least = max(clock.now + work, clock.total_us)
         if self.tried > TRIED or (self.best is not None and least >= self.best.us - 1e-9):
             return
         problem, done = self.problem, set(order)
@@ -92,15 +90,13 @@ class Exact:
             return
         for u in range(problem.n):
             if u not in done and done.issuperset(problem.before[u]):
-                self.append(u, order, now, free, ends, held, left, work)
+                self.append(u, order, clock, held, left, work)
 
     def append(
         self,
         u: int,
         order: list[int],
-        now: float,
-        free: list[float],
-        ends: dict[int, float],
+        clock: Clock,
         held: int,
         left: list[int],
         work: float,
@@ -113,13 +109,7 @@ class Exact:
             freed += problem.size[b] if not left[b] and not problem.pinned[b] else 0
         if held + fresh > self.cap:
             return
-        begin = max([now, *(ends[v] for v in problem.flights[u])])
-        if problem.kind[u] == START:
-            free = list(free)
-            begin = max(begin, free[problem.stream[u]])
-            free[problem.stream[u]] = begin + problem.us[u]
-        else:
-            now = begin + problem.us[u]
-            work -= problem.us[u]
-        ends = {**ends, u: begin + problem.us[u]}
-        self.extend([*order, u], now, free, ends, held + fresh - freed, left, work)
+        clock = clock.copy()
+        clock.run((u,))
+        work -= problem.us[u] if problem.kind[u] != START else 0.0
+        self.extend([*order, u], clock, held + fresh - freed, left, work)
