@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,57 @@ FUNCTIONAL_COLLECTIVES = dict(vars(funcol))
 # there what a collective of ours left, and ours finds theirs.
 register_work = private(_C, "_distributed_c10d._register_work")
 work_registry_size = private(_C, "_distributed_c10d._get_work_registry_size")
+
+
+_dump_flight_records = private(_C, "_distributed_c10d._dump_fr_trace")
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """What torch's own recorder has of this process: gloo's calls, in the order they were made."""
+    return pickle.loads(_dump_flight_records())["entries"]
+
+
+def dtype_name(name: str) -> str:
+    """Of C++'s names, as "Float" and "BFloat16", those of Python's."""
+    known = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8"}
+    more = {"Short": "int16", "Int": "int32", "Long": "int64", "Byte": "uint8"}
+    complex_ = {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
+    return {**known, **more, **complex_}.get(name, name.lower())
+
+
+# -- the ops of c10d, torch.distributed's own ---
+
+FakeWork = private(_C, "_distributed_c10d.FakeWork")
+
+
+def c10d_ops() -> list[str]:
+    """The names of the ops of the namespace."""
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
+    return sorted(name.removeprefix("c10d::") for name in names)
+
+
+def c10d_returns(name: str) -> int:
+    """How many values the op returns; a version of torch may not have it."""
+    return len(getattr(torch.ops.c10d, name).default._schema.returns)
+
+
+def unboxed_group(group: Any) -> dist.ProcessGroup:
+    """The process group that such an op got."""
+    return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
+_REDUCE_OPS = {int(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+def reduce_op_name(reduce_op: Any) -> str:
+    """The name of the reduce op that such an op got."""
+    op = reduce_op.op
+    return _REDUCE_OPS[int(op() if callable(op) else op)]
+
+
+def completed_work() -> Any:
+    """A Work that is complete, as such ops return it."""
+    return dist.Work.boxed(FakeWork())
 
 
 # -- groups ---
@@ -147,6 +199,11 @@ def group_store(pg: dist.ProcessGroup) -> dist.Store | None:
         return pg.get_group_store()
     except RuntimeError:
         return None
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Those of this rank, in the order they were made."""
+    return [pg for pg in c10d._world.pg_map if pg is not None and pg.rank() >= 0]
 
 
 def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:

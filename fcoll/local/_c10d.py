@@ -1,7 +1,7 @@
 """The ops of c10d (``torch.distributed``'s own collectives) on LocalTensors.
 
-Served as ``torch.distributed._local_tensor._c10d``. Most arguments are lists of one tensor: c10d
-once took a tensor a device.
+Served as ``torch.distributed._local_tensor._c10d``. Each is the row that ``table/c10d.py`` says, on
+all ranks, but for some calls of lists, messages and checks.
 """
 
 from __future__ import annotations
@@ -13,25 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, collectives, groups, runner
+from fcoll.local import _torch, collectives, groups, own, runner
 from fcoll.local.collectives import Result, local
 from fcoll.local.ints import LocalIntNode
-from fcoll.local.tensor import LocalTensor
+from fcoll.local.tensor import LocalTensor, stacked
 
 __all__ = ["local_p2p_op", "wait_all"]
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The op of torch, by its name."""
-    found = OPS.get(func._schema.name.partition("::")[2])
-    if found is None:
+    from fcoll.table.c10d import OPS  # not at import: this may be served early
+
+    name = func._schema.name.partition("::")[2]
+    if name == "check_for_nan":
+        return check_for_nan(*args)
+    if name not in OPS:
         raise NotImplementedError(f"{func} not implemented")
-    return found(*args, **kwargs)
+    if name in _ON_LISTS:
+        return _ON_LISTS[name](*args, **kwargs)
+    op = OPS[name]
+    message = op.read(op.named(args, kwargs), lambda pg: (pg, pg.size()))
+    if message.row == "isend":
+        send(*message.args)
+    elif message.row == "irecv":
+        return _receive(*message.args)
+    elif message.outs:
+        _carry_out(message, may_be_plain=name in _OF_OBJECTS)
+    return op.returned(args)
 
 
-def _into(out: Any, name: str, x: Any, group: Any, **args: Any) -> None:
-    result = collectives.run(name, local(x), _torch.unbox_group(group), **args)
-    collectives.write(result, local(out, "Output"))
+# all_gather_object has one plain tensor for all ranks
+_OF_OBJECTS = {"allgather_", *(("_allgather_base_",) if _torch.OBJECTS_IN_ONE_TENSOR else ())}
+
+
+def _carry_out(message: Any, may_be_plain: bool) -> None:
+    from fcoll.table.collectives import COLLECTIVES, functional_row
+
+    row, args, order = functional_row(COLLECTIVES[message.row]), message.args, None
+    for out in message.outs[0]:
+        order = local(out, "Output")._order
+    if may_be_plain and not isinstance(args[0], LocalTensor) and order is not None:
+        args = stacked(args[0].expand(len(order), *args[0].shape), order), *args[1:]
+    only = None
+    if message.root is not None and order is not None:
+        group = args[row.position["group_name"]]
+        only = [g[message.root] for g in groups.calling(group, order)]
+    for result, outs in zip(own.results(row, args, {}), message.outs, strict=True):
+        for out, part in zip(outs, collectives.cut(result, outs), strict=True):
+            collectives.write(part, out, only, take=len(outs) == 1)
+
+
+def check_for_nan(tensor: Any) -> None:
+    bad = [r for r, t in local(tensor)._tensors().items() if bool(t.isnan().any())]
+    if bad:
+        raise RuntimeError(f"NaN on ranks {bad}")
+
+
+# ---- lists: moved from rank to rank; a flat tensor of all, as rows take it, costs 10 times as much
 
 
 def _only(tensors: Sequence[Any]) -> Any:
@@ -42,88 +81,6 @@ def _only(tensors: Sequence[Any]) -> Any:
 
 def _groups(group: Any, x: LocalTensor) -> groups.Groups:
     return groups.calling(_torch.unbox_group(group), x._order)
-
-
-def allreduce_(tensors: Any, group: Any, reduce_op: Any, *more: Any, **options: Any) -> Any:
-    x = _only(tensors)
-    _into(x, "all_reduce", x, group, reduce_op=reduce_op)
-    return tensors, _torch.done()
-
-
-def allreduce_coalesced_(tensors: Any, group: Any, reduce_op: Any, *more: Any, **kw: Any) -> Any:
-    for x in tensors:
-        _into(x, "all_reduce", x, group, reduce_op=reduce_op)
-    return _torch.done()
-
-
-def reduce_(
-    tensors: Any, group: Any, reduce_op: Any, root_rank: int, *more: Any, **options: Any
-) -> Any:
-    x = local(_only(tensors))
-    result = collectives.run("all_reduce", x, _torch.unbox_group(group), reduce_op=reduce_op)
-    collectives.write(result, x, only=[g[root_rank] for g in _groups(group, x)])
-    return _torch.done()
-
-
-def broadcast_(
-    tensors: Any, group: Any, root_rank: int, root_tensor: int, *more: Any, **options: Any
-) -> Any:
-    if root_tensor != 0:
-        raise AssertionError(f"root_tensor is 0, not {root_tensor}")
-    x = _only(tensors)
-    _into(x, "broadcast", x, group, src=root_rank)
-    return tensors, _torch.done()
-
-
-def _allgather_base_(output: Any, input: Any, group: Any, *more: Any, **options: Any) -> Any:
-    if _torch.OBJECTS_IN_ONE_TENSOR and not isinstance(input, LocalTensor):
-        for t in local(output, "Output")._tensors().values():
-            t.copy_(torch.cat([input] * (t.numel() // input.numel())))
-    else:
-        _into(output, "all_gather_into_tensor", input, group)
-    return output, _torch.done()
-
-
-def allgather_into_tensor_coalesced_(
-    outputs: Any, inputs: Any, group: Any, *more: Any, **options: Any
-) -> Any:
-    if len(outputs) != len(inputs):
-        raise AssertionError(
-            f"Number of outputs ({len(outputs)}) must match number of inputs ({len(inputs)})"
-        )
-    for output, input in zip(outputs, inputs, strict=True):
-        _into(output, "all_gather_into_tensor", input, group)
-    return _torch.done()
-
-
-def _gather_into(outputs: Sequence[Any], x: Any, group: Any) -> None:
-    """Output i gets the tensor of each group's rank i."""
-    if not isinstance(x, LocalTensor):  # all_gather_object has one plain tensor for all ranks
-        for output in outputs:
-            for t in local(output, "Output")._tensors().values():
-                t.copy_(x)
-        return
-    calling = _groups(group, x)
-    if len(outputs) != len(calling[0]):
-        raise AssertionError(f"{len(outputs)} outputs for groups of {len(calling[0])} ranks")
-    for i, output in enumerate(outputs):
-        if x._as_stack() is not None:
-            _into(output, "broadcast", x, group, src=i)
-            continue
-        for g in calling:  # of uneven sizes: each output has the size of the rank it comes from
-            for r in g:
-                local(output, "Output")._tensors()[r].copy_(x._tensors()[g[i]])
-
-
-def allgather_(outputs: Any, inputs: Any, group: Any, *more: Any, **options: Any) -> Any:
-    _gather_into(_only(outputs), _only(inputs), group)
-    return outputs, _torch.done()
-
-
-def allgather_coalesced_(outputs: Any, inputs: Any, group: Any, *more: Any, **kw: Any) -> Any:
-    for i, x in enumerate(inputs):
-        _gather_into(outputs[i], x, group)
-    return _torch.done()
 
 
 def gather_(
@@ -140,17 +97,6 @@ def gather_(
         for i, r in enumerate(g):
             local(lists[i], "Output")._tensors()[g[root_rank]].copy_(x._tensors()[r])
     return _torch.done()
-
-
-def gather_into_tensor_(
-    output: Any, input: Any, group: Any, root_rank: int, *more: Any, **options: Any
-) -> Any:
-    """dist.gather_single, from torch 2.14 on."""
-    x, out = local(input), local(output, "Output")
-    for g in _groups(group, x):
-        whole = torch.cat([x._tensors()[r] for r in g])
-        out._tensors()[g[root_rank]].copy_(whole)
-    return output, _torch.done()
 
 
 def scatter_(
@@ -171,21 +117,6 @@ def _result(parts: dict[int, Tensor]) -> Result:
     if len(shapes) == 1:
         return Result(ranks, stack=torch.stack([parts[r] for r in ranks]))
     return Result(ranks, parts={r: parts[r].clone() for r in ranks})
-
-
-def _reduce_scatter_base_(
-    output: Any, input: Any, group: Any, reduce_op: Any, *more: Any, **options: Any
-) -> Any:
-    _into(output, "reduce_scatter_tensor", input, group, reduce_op=reduce_op)
-    return output, _torch.done()
-
-
-def reduce_scatter_tensor_coalesced_(
-    outputs: Any, inputs: Any, group: Any, reduce_op: Any, *more: Any, **options: Any
-) -> Any:
-    for output, input in zip(outputs, inputs, strict=True):
-        _into(output, "reduce_scatter_tensor", input, group, reduce_op=reduce_op)
-    return _torch.done()
 
 
 def reduce_scatter_(
@@ -222,31 +153,9 @@ def alltoall_(outputs: Any, inputs: Any, group: Any, *more: Any, **options: Any)
     return outputs, _torch.done()
 
 
-def alltoall_base_(
-    output: Any, input: Any, group: Any, output_split_sizes: Any, input_split_sizes: Any,
-    *more: Any, **options: Any,
-) -> Any:  # fmt: skip
-    splits = {
-        "output_split_sizes": list(output_split_sizes or ()),
-        "input_split_sizes": list(input_split_sizes or ()),
-    }
-    _into(output, "all_to_all_single", input, group, **splits)
-    return _torch.done()
-
-
-def barrier(tensor: Any, group: Any, *more: Any, **options: Any) -> Any:
-    local(tensor)  # all ranks are here
-    return _torch.done()
-
-
-def monitored_barrier_(tensor: Any, group: Any, *more: Any, **options: Any) -> None:
-    local(tensor)
-
-
-def check_for_nan(tensor: Any) -> None:
-    bad = [r for r, t in local(tensor)._tensors().items() if bool(t.isnan().any())]
-    if bad:
-        raise RuntimeError(f"NaN on ranks {bad}")
+_ON_LISTS: dict[str, Callable[..., Any]] = {
+    fn.__name__: fn for fn in (gather_, scatter_, reduce_scatter_, alltoall_)
+}
 
 
 # ---- messages: the threads of a LocalRunnerMode exchange them
@@ -254,23 +163,22 @@ def check_for_nan(tensor: Any) -> None:
 
 def _peer(group: Any, rank: int, peer: int) -> int:
     """The global rank of a peer in the group of ``rank``."""
-    for g in groups.groups_of(_torch.unbox_group(group)):
+    for g in groups.groups_of(group):
         if rank in g:
             return g[peer]
     raise AssertionError(f"rank {rank} is in no group of {group}")
 
 
-def send(tensors: Any, group: Any, dst: int, tag: int) -> Any:
-    x = local(_only(tensors))
+def send(tensor: Any, dst: int, tag: int, group: Any) -> None:
+    x = local(tensor)
     source = int(x.__src_rank__)
     runner.LocalRunnerMode.current()._signal_send(
         source, _peer(group, source, dst), x._tensors()[source].clone(), tag
     )
-    return _torch.done()
 
 
-def recv_(tensors: Any, group: Any, src: int, tag: int) -> Any:
-    receive = receiving(_only(tensors), group, src, tag)
+def _receive(tensor: Any, src: int, tag: int, group: Any) -> Any:
+    receive = receiving(tensor, src, tag, group)
 
     def wait(timeout: timedelta) -> bool:
         receive()
@@ -279,7 +187,7 @@ def recv_(tensors: Any, group: Any, src: int, tag: int) -> Any:
     return _torch.boxed(_torch.PythonCallbackWork(wait))
 
 
-def receiving(tensor: Any, group: Any, src: int, tag: int) -> Callable[[], None]:
+def receiving(tensor: Any, src: int, tag: int, group: Any) -> Callable[[], None]:
     """What waits for a message (from anybody, if ``src`` is -1) and writes it to the tensor."""
     x = local(tensor)
     here = int(x.__src_rank__)
@@ -291,10 +199,6 @@ def receiving(tensor: Any, group: Any, src: int, tag: int) -> Callable[[], None]
         x._tensors()[here].copy_(obj)
 
     return lambda: runner.LocalRunnerMode.current()._wait_recv(source, here, store, tag)
-
-
-def recv_any_source_(tensors: Any, group: Any, tag: int) -> Any:
-    return recv_(tensors, group, -1, tag)
 
 
 def _attach_rank(tensor: Any, rank: int) -> Any:
@@ -325,16 +229,3 @@ def wait_all(work: Any) -> None:
     for w in works:
         if w is not None:
             w.wait()
-
-
-OPS: dict[str, Callable[..., Any]] = {
-    fn.__name__: fn
-    for fn in (
-        allreduce_, allreduce_coalesced_, reduce_, broadcast_, _allgather_base_,
-        allgather_into_tensor_coalesced_, allgather_, allgather_coalesced_, gather_,
-        gather_into_tensor_, scatter_,
-        _reduce_scatter_base_, reduce_scatter_tensor_coalesced_, reduce_scatter_, alltoall_,
-        alltoall_base_, barrier, monitored_barrier_, check_for_nan, send, recv_,
-        recv_any_source_,
-    )
-}  # fmt: skip

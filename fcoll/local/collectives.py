@@ -75,7 +75,7 @@ def run(name: str, x: LocalTensor, group: Any, **args: Any) -> Result:
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
         return Result(who.ranks, stack=_rule(name)(stack, args, who.partition))
-    if name not in ON_GROUP or args.get("dim") or args.get("sizes"):
+    if name not in ON_GROUP or args.get("dim"):
         from fcoll.errors import RaggedRanks
 
         raise RaggedRanks(op=name, why="the ranks' tensors have different shapes")
@@ -116,10 +116,9 @@ def _reducing(x: LocalTensor, args: dict[str, Any]) -> tuple[LocalTensor, dict[s
 
 
 def _ragged(args: Mapping[str, Any]) -> bool:
-    """Do splits make results of different shapes, or differ between ranks?"""
-    if "input_split_sizes" not in args:
-        return False
-    splits = [*(args["input_split_sizes"] or ()), *(args["output_split_sizes"] or ())]
+    """Do splits or sizes make results of different shapes, or differ between ranks?"""
+    given = (args.get(name) for name in ("input_split_sizes", "output_split_sizes", "sizes"))
+    splits = [n for sizes in given for n in sizes or ()]
     return any(isinstance(s, torch.SymInt) for s in splits) or len(set(splits)) > 1
 
 
@@ -134,7 +133,7 @@ def _of_ranks(value: Any, ranks: Sequence[int]) -> Any:
 
 def _check(name: str, shape: Sequence[int], n: int, args: Mapping[str, Any]) -> None:
     """A scattered dim must be divisible: torch's own simulation drops the rest."""
-    if name == "reduce_scatter_tensor" or (
+    if (name == "reduce_scatter_tensor" and not args.get("sizes")) or (
         name == "all_to_all_single" and not args.get("input_split_sizes")
     ):
         size = shape[0] if shape else 0
@@ -157,12 +156,30 @@ def fresh(result: Result, x: LocalTensor) -> LocalTensor:
     return apart({r: parts[r] if r in parts else others[r] for r in x._order})
 
 
-def write(result: Result, out: LocalTensor, only: Sequence[int] | None = None) -> None:
-    """Write the result into the tensors of the ranks that made the call (of ``only`` these)."""
+def cut(result: Result, outs: Sequence[LocalTensor]) -> list[Result]:
+    """The result cut up into one for each of these tensors, one behind the other."""
+    if len(outs) == 1:
+        return [result]
+    if result.stack is not None:
+        flat = result.stack.flatten(1)
+        return [Result(result.ranks, x) for x in flat.split([out.numel() for out in outs], 1)]
+    cuts = {}
+    for r, t in result.items():
+        cuts[r] = t.reshape(-1).split([local(out, "Output")._tensors()[r].numel() for out in outs])
+    return [
+        Result(result.ranks, None, {r: c[i] for r, c in cuts.items()}) for i in range(len(outs))
+    ]
+
+
+def write(
+    result: Result, out: LocalTensor, only: Sequence[int] | None = None, take: bool = True
+) -> None:
+    """Write the result into the tensors of the ranks that made the call (of ``only`` these); where
+    it has memory of its own, they may take that instead."""
     local(out, "Output")
     whole = only is None and result.ranks == out._order
     if whole and out._stack is not None and result.stack is not None:
-        if not out._replace_stack(result.stack):
+        if not take or not out._replace_stack(result.stack):
             own = out._own_stack()
             own.copy_(result.stack.reshape(own.shape))
         return
@@ -191,7 +208,8 @@ def _all_gather(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _reduce_scatter(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:
-    return [t.clone() for t in _folded(xs, args).chunk(len(xs))]
+    whole, sizes = _folded(xs, args), args.get("sizes")  # the same on all ranks
+    return [t.clone() for t in (whole.split(sizes[0]) if sizes else whole.chunk(len(xs)))]
 
 
 def _all_to_all(xs: list[Tensor], args: Mapping[str, Any]) -> list[Tensor]:

@@ -94,13 +94,13 @@ def permuted(input: Tensor, dst: Sequence[int], group: Any) -> Tensor:
 
 
 def isend(tensor: Tensor, dst: int, tag: int, group_name: Any) -> Tensor:
-    _c10d.send([tensor], _torch.resolve_group(group_name), dst, tag)
+    _c10d.send(tensor, dst, tag, _torch.resolve_group(group_name))
     return tensor
 
 
 def irecv(tensor: Tensor, src: int, tag: int, group_name: Any) -> Tensor:
     group = _torch.resolve_group(group_name)
-    _receiving.setdefault(tensor, []).append(_c10d.receiving(tensor, group, src, tag))
+    _receiving.setdefault(tensor, []).append(_c10d.receiving(tensor, src, tag, group))
     return tensor
 
 

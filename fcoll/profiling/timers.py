@@ -24,20 +24,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch as fcoll_torch
-from fcoll.eager import direct, door
+from fcoll.eager import dispatch, undispatched
 from fcoll.eager.async_tensor import AsyncCollectiveTensor
 from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
 from fcoll.profiling import _torch
-from fcoll.profiling.simulated import METHODS
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import current_part, is_library, is_own_or_torchs, show
+from fcoll.source import Frames, current_part, is_library, is_own_or_torchs, show, sites_from
+from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.tracing import _torch as tracing_torch
-from fcoll.tracing import c10d
 from fcoll.transport import messages
 from fcoll.transport.native import build
 
@@ -112,12 +111,13 @@ class Timers:
     def _install(self) -> None:
         with ExitStack() as stack:
             self._ops(stack)
-            self._patch(stack, door, "start_eager", self._of_start)
-            self._patch(stack, direct, "run", self._of_run)
+            self._patch(stack, dispatch, "start_eager", self._of_start)
+            self._patch(stack, undispatched, "run", self._of_run)
             for kind in (dist.Work, SimulatedWork):
                 self._patch(stack, kind, "wait", self._work_waits)
-            for name, row_name in METHODS.items():
-                self._patch(stack, SimulatedGroup, name, self._of_method(row_name))
+            for op in c10d.OPS.values():  # on simulated ranks no op of c10d is called
+                for name in op.methods:
+                    self._patch(stack, SimulatedGroup, name, self._of_method(op.row))
             if build.loaded():
                 self._native(stack)
             else:
@@ -155,11 +155,11 @@ class Timers:
                     continue
                 hook = self._wait if row.is_wait else self._hook(_of_op(op, row.name), "op")
                 stack.enter_context(_torch.around_op(op, hook))
-        for name, row_name in c10d.ROWS.items():
-            op = _torch.find_op(f"c10d::{name}")
+        for of_torch in c10d.OPS.values():
+            op = _torch.find_op(f"c10d::{of_torch.name}")
             if op is None:  # of a newer torch
                 continue
-            hook = self._hook(_of_c10d(op, row_name), "c10d")
+            hook = self._hook(_of_c10d(of_torch), "c10d")
             stack.enter_context(_torch.around_op(op, hook))
 
     @staticmethod
@@ -338,7 +338,7 @@ def _of_op(op: Any, row: str) -> Describe:
 
     def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
         group = call_arguments(op, args, kwargs)["group_name"]
-        name = group if isinstance(group, str) else tracing_torch.boxed_group(group)[0]
+        name = group if isinstance(group, str) else fcoll_torch.unboxed_group(group).group_name
         return row, name, *_size((*args, *kwargs.values()), out)
 
     return describe
@@ -348,11 +348,11 @@ def _of_row(row: Collective, args: Sequence[Any], out: Any) -> tuple[str, str, i
     return row.name, args[row.position["group_name"]], *_size(args, out)
 
 
-def _of_c10d(op: Any, row: str) -> Describe:
+def _of_c10d(op: c10d.Op) -> Describe:
     def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
-        group = call_arguments(op, args, kwargs)["process_group"]
-        nbytes = _size((*args, *kwargs.values()), None) if row != "barrier" else (0, "")
-        return row, tracing_torch.boxed_group(group)[0], *nbytes
+        group = fcoll_torch.unboxed_group(op.named(args, kwargs)["process_group"])
+        nbytes = _size((*args, *kwargs.values()), None) if op.row != "barrier" else (0, "")
+        return op.row, group.group_name, *nbytes
 
     return describe
 
@@ -411,7 +411,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._files: dict[str, Marks | None] = {}  # of files that are not the user's
-        self._shown: dict[tuple[str, int], str] = {}
+        self._shown: dict[Frames, str] = {}
 
     def here(self, forward: dict[int, str]) -> tuple[str, str]:
         """(line, phase). In the backward pass the line is that of the collective whose gradient it
@@ -431,17 +431,17 @@ class _Lines:
                 self._files[name] = _marks(name) if is_library(name) else None
             marks, line = self._files[name], frame.f_lineno
             if marks is None:
-                return self._show((name, line)), in_engine
+                return self._show(sites_from(frame)), in_engine
             if above := [source for at, source in marks if at <= line]:
                 return above[-1], False
             in_engine = in_engine or frame.f_code is tracing_torch.ENGINE_CODE
             frame = frame.f_back
         return "", in_engine
 
-    def _show(self, site: tuple[str, int]) -> str:
-        if site not in self._shown:
-            self._shown[site] = show(site)
-        return self._shown[site]
+    def _show(self, sites: Frames) -> str:
+        if sites not in self._shown:
+            self._shown[sites] = show(*sites)
+        return self._shown[sites]
 
 
 def _marks(filename: str) -> Marks:

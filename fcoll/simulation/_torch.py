@@ -29,9 +29,6 @@ TorchAsyncCollectiveTensor = torch.distributed._functional_collectives.AsyncColl
 
 c10d_logger = _logger
 
-#: Environment variables in which torchrun tells a process its rank.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK")
-
 # The C++ registries of groups and of outstanding work, by thread
 isolate_threads = private("torch._C._distributed_c10d", "_set_thread_isolation_mode")
 unregister_all_groups = private(c10d.__name__, "_unregister_all_process_groups")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fcoll.simulation.moves import amount
-from fcoll.source import Site, show
+from fcoll.source import Frames, show
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Call:
     op: str
     facts: tuple[str, ...]
     group: str
-    site: Site | None
+    sites: Frames
     signature: Any = None
     peer: str = ""  # of a message: "to rank 3"
 
@@ -32,7 +32,7 @@ class Call:
 
     @property
     def line(self) -> str:
-        return show(self.site) if self.site else "?"  # shown late: it takes 20 us
+        return show(*self.sites) or "?"  # shown late: it takes 20 us
 
     @property
     def shown(self) -> str:

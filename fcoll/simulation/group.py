@@ -31,7 +31,8 @@ from fcoll.simulation.channel import Channel
 from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.moves import Part
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import user_site
+from fcoll.source import user_sites
+from fcoll.table.c10d import OPS
 from fcoll.transport.protocol import Then
 
 # what the ranks of a group to be wait for one another in
@@ -155,7 +156,7 @@ class SimulatedGroup(dist.ProcessGroup):
             _check_values(op, [*part.ins, *part.outs])
         if part.root != -1:
             self._check_peer(op, "root", part.root)
-        call = Call(op, tuple(facts), self.channel.label, user_site(), signature)
+        call = Call(op, tuple(facts), self.channel.label, user_sites(), signature)
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
         if work.failure is not None:
@@ -179,7 +180,7 @@ class SimulatedGroup(dist.ProcessGroup):
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
-        call = Call(op, facts, self.channel.label, user_site(), None, where)
+        call = Call(op, facts, self.channel.label, user_sites(), None, where)
         work = self._issue(owner, SimulatedWork(owner, call, [buf]))
         self.mailbox.post(Message(sends, self.me, peer, tag, buf, work))
         return work
@@ -383,22 +384,10 @@ def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..
     return call
 
 
-TRACED = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allgather_coalesced"),
-    *("alltoall", "alltoall_base", "barrier", "send", "recv"),
-)
-# By the names that newer versions of torch call them by
-_ALIASES = {
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-for _name, _of in (*((name, name) for name in TRACED), *_ALIASES.items()):
-    setattr(SimulatedGroup, _name, _or_traced(_name, _of, vars(SimulatedGroup)[_name]))
+for _op in OPS.values():
+    for _name in _op.methods:  # newer versions of torch have other names
+        _made = _or_traced(_name, _op.methods[0], vars(SimulatedGroup)[_name])
+        setattr(SimulatedGroup, _name, _made)
 
 
 def _plain(tensors: Any) -> list[Tensor]:

@@ -7,7 +7,6 @@ is put back.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import warnings
@@ -376,25 +375,3 @@ def _replace(module: Any, name: str, value: Any) -> None:
     before = getattr(module, name)
     _undo.append(lambda: setattr(module, name, before))
     setattr(module, name, value)
-
-
-@contextmanager
-def environment(world_size: int) -> Iterator[None]:
-    """The variables by which torchrun tells of the world; those of a rank are in its Settings."""
-    given = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-    }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

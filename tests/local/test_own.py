@@ -85,6 +85,14 @@ def test_shapes_that_differ():
             fcoll.reduce(x, 0, "sum")
 
 
+def test_parts_of_different_sizes():
+    xs, sizes = given((8, 2)), [1, 4, 0, 3]
+    with fake_world(W), LocalTensorMode(W):
+        y = fcoll.wait_tensor(fcoll.reduce_scatter_tensor(made(xs, "stack"), sizes=sizes))
+    total = torch.stack(list(xs.values())).sum(0)
+    same(y, dict(enumerate(total.split(sizes))))
+
+
 def test_calls_are_checked():
     with fake_world(W), LocalTensorMode(W), pytest.raises(fcoll.errors.WrongDtype):
         torch.ops.fcoll.all_reduce(torch.ones(3).int(), "avg", dist.group.WORLD.group_name)

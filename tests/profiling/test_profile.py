@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fcoll
-from fcoll.eager import direct, door
+from fcoll.eager import dispatch, undispatched
 from fcoll.profiling.timers import COMPILED, timers
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.transport.native import build
@@ -50,7 +50,14 @@ def hooks() -> list[Any]:
     fast = [getattr(build.fast, name) for name in names] if build.has_fast_path() else []
     ops = torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect")
     ours = [op for op in ops if op.startswith(("c10d::", "_c10d_functional::", "fcoll"))]
-    return [*fast, door.start_eager, direct.run, build.load, vars(dist.Work)["wait"], ours]
+    return [
+        *fast,
+        dispatch.start_eager,
+        undispatched.run,
+        build.load,
+        vars(dist.Work)["wait"],
+        ours,
+    ]
 
 
 # -- eager ---

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fcoll
-from fcoll.eager import door
+from fcoll.eager import dispatch
 from fcoll.simulation.batched import shortcuts
 
 MESH = {"dp": 2, "tp": 4}
@@ -119,7 +119,7 @@ def test_nothing_stays_patched() -> None:
             *(getattr(funcol, name) for name in NAMES),
             *(vars(mesh)[name] for name in ("__init__", "get_rank", "get_coordinate")),
             *(dist.get_rank, vars(dist.ProcessGroup)["rank"]),
-            tuple(door.stacked_ways) or None,
+            tuple(dispatch.stacked_ways) or None,
         ]
 
     before = now()

@@ -20,7 +20,6 @@ from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
 from fcoll.imports import private, private_names, say_what_is_missing
 from fcoll.source import is_library
 
-FakeWork = private("torch._C._distributed_c10d", "FakeWork")
 TransformType, _add_batch_dim, _remove_batch_dim, _unwrap_batched = private_names(
     "torch._C._functorch",
     *("TransformType", "_add_batch_dim", "_remove_batch_dim", "_unwrap_batched"),
@@ -154,28 +153,6 @@ def on_vmap(namespace: str, name: str, kernel: Callable[..., Any]) -> None:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     _libraries[namespace].impl(name, kernel, "FuncTorchVmapMode")
-
-
-def c10d_ops() -> list[str]:
-    """The names of the ops behind torch.distributed's own functions."""
-    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
-    return sorted(name.removeprefix("c10d::") for name in names)
-
-
-def unboxed_group(group: Any) -> dist.ProcessGroup:
-    """The process group that a c10d op got."""
-    return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
-
-
-def reduce_op_name(reduce_op: Any) -> str:
-    """The name of the reduce op that a c10d op got."""
-    op = reduce_op.op
-    return dist.ReduceOp.RedOpType(op() if callable(op) else op).name.lower()
-
-
-def completed_work() -> Any:
-    """A Work that is complete, as c10d ops return it."""
-    return dist.Work.boxed(FakeWork())
 
 
 def tracing_context() -> Any:

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll._torch import SingleLevelFunction, below_autograd, single_level_functions
-from fcoll.eager import direct
+from fcoll._torch import (
+    SingleLevelFunction,
+    below_autograd,
+    c10d_ops,
+    single_level_functions,
+)
+from fcoll.eager import undispatched
 from fcoll.errors import NoStackedRule, fail
 from fcoll.simulation.batched import _torch, in_place
 from fcoll.simulation.batched.stage import Stage, stage_of
@@ -39,7 +44,7 @@ def teach() -> None:
                 namespace, name = target.split("::")
                 _torch.on_vmap(namespace, name, _kernel(row, namespace, name))
     if not _taught:
-        for name in _torch.c10d_ops():
+        for name in c10d_ops():
             _torch.on_vmap("c10d", name, _in_place(name))
         # around results of torch's functional collectives, so that autograd waits for gradients
         # and, from torch 2.15 on, the wait for a list of them
@@ -181,7 +186,7 @@ def _in_place(name: str) -> Callable[..., Any]:
         if stage is None or _torch.current_level() != stage.level:
             with _torch.past_vmap_mode():
                 return packet(*args, **kwargs)
-        return in_place.run(name, stage.group_name, args)
+        return in_place.run(name, stage.group_name, args, kwargs)
 
     return kernel
 
@@ -198,7 +203,7 @@ class _Identity(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return direct.call("all_reduce", grad, "sum", ctx.group_name, "identity"), None
+        return undispatched.call("all_reduce", grad, "sum", ctx.group_name, "identity"), None
 
 
 def _identity(x: Tensor, group_name: str) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from types import TracebackType
 
 from fcoll.errors import FcollError, NotInBatch
-from fcoll.source import is_library, show
+from fcoll.source import line_of
 
 _ELSE = "Keep the decision inside tensors (torch.where)"
 
@@ -48,16 +47,5 @@ def explained(error: Exception) -> NotInBatch | None:
     message = str(error)
     for pattern, why, hint in _KNOWN:
         if re.search(pattern, message):
-            return NotInBatch(line=user_line_of(error.__traceback__), why=why, hint=hint)
+            return NotInBatch(line=line_of(error) or "an unknown line", why=why, hint=hint)
     return None
-
-
-def user_line_of(traceback: TracebackType | None) -> str:
-    """The innermost line of the user's in a traceback."""
-    found = "an unknown line"
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not is_library(filename):
-            found = show((filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return found

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
 from fcoll._torch import group_ranks, mesh_group_name
-from fcoll.eager import door
+from fcoll.eager import dispatch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.simulation.batched import _torch
@@ -81,11 +81,11 @@ class Stage:
         level, self.level = self.level, _torch.depth() + 1
         active.append(self)
         groups.resolvers.append(self.group_name)
-        ways, door.stacked_ways[:] = list(door.stacked_ways), short_of_fcolls
+        ways, dispatch.stacked_ways[:] = list(dispatch.stacked_ways), short_of_fcolls
         try:
             return fn(*args)
         finally:
-            door.stacked_ways[:] = ways
+            dispatch.stacked_ways[:] = ways
             groups.resolvers.pop()
             active.pop()
             self.level = level
