@@ -35,7 +35,7 @@ from fcoll import _torch, functions, groups
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, Pending, _Wrap, in_flight
 from fcoll.errors import NotInGroup, UnknownGroup
 from fcoll.reductions import REDUCTIONS
-from fcoll.source import user_site
+from fcoll.source import user_sites
 from fcoll.transport.messages import PLAIN
 from fcoll.transport.protocol import Then, issued
 
@@ -61,7 +61,7 @@ def _warn(message: str) -> None:
     """A FutureWarning at the user's line, however many frames up it is; none in a trace."""
     if torch.compiler.is_compiling():
         return
-    file, line = user_site() or ("?", 0)
+    file, line = (*user_sites(), ("?", 0))[0]
     registry = _warned.setdefault(file, {})
     warnings.warn_explicit(message, FutureWarning, file, line, registry=registry)
 

@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroup
 
 from fcoll._torch import at_trace_time, guard_or_false, traced_stack, tracing
 from fcoll.eager.arguments import scaled
-from fcoll.eager.door import start
+from fcoll.eager.dispatch import start
 from fcoll.errors import BadOption, BadOutput, MismatchedLists, fail
 from fcoll.groups import by_name, group_name, group_rank, group_size
 from fcoll.source import user_line

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fcoll import _torch
-from fcoll.eager import arguments, direct
+from fcoll.eager import arguments, undispatched
 from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
-from fcoll.eager.door import is_refused, result, start
+from fcoll.eager.dispatch import is_refused, result, start
 from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.exchange import check_even_splits
@@ -77,7 +77,7 @@ def wait_tensor(x: Tensor) -> Tensor:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
-    return direct.wait(arguments.tensor("wait_tensor", x))
+    return undispatched.wait(arguments.tensor("wait_tensor", x))
 
 
 def all_reduce(
@@ -455,4 +455,4 @@ def identity(x: Tensor, group: GroupLike = None) -> Tensor:
     """
     x, name = arguments.tensor("identity", x), group_name(group)
     group_size(name)  # there is such a group
-    return direct.identity(x, name)
+    return undispatched.identity(x, name)

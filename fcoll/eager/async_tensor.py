@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from fcoll import _torch
 from fcoll.errors import from_native
-from fcoll.source import show, user_site
+from fcoll.source import Frames, show, user_sites
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Pending:
     """One collective in flight: shared by its result and all views of it."""
 
     op: str = "collective"
-    site: tuple[str, int] = ("?", 0)
+    sites: Frames = ()
     done: bool = False
     error: Exception | None = None  # what waiting for it ended with: there is no result to use
     # held while waiting: torch gives the work to the first who waits, a second would find nothing
@@ -35,14 +35,14 @@ class Pending:
 
     def __del__(self) -> None:
         if not (self.done or self.reported or self.error):
-            _dropped[self.op, self.site] += 1
+            _dropped[self.op, self.sites] += 1
 
 
 # Collectives issued and not yet waited for; and of those whose tensors were dropped, how many each
 # line issued. Only counted: a step that never looks at a result drops one each time.
 _in_flight: WeakSet[Pending] = WeakSet()
-_dropped: Counter[tuple[str, tuple[str, int]]] = Counter()
-Unwaited = tuple[frozenset[Pending], Counter[tuple[str, tuple[str, int]]]]
+_dropped: Counter[tuple[str, Frames]] = Counter()
+Unwaited = tuple[frozenset[Pending], Counter[tuple[str, Frames]]]
 
 
 class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
@@ -182,7 +182,7 @@ def in_flight(x: Tensor, op: str) -> Tensor:
         return torch.ops.fcoll.wait_tensor(x)
     if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
         return x
-    pending = Pending(op, user_site() or Pending.site, reported=False)
+    pending = Pending(op, user_sites(), reported=False)
     _in_flight.add(pending)
     if x.requires_grad:
         return _Wrap.apply(x, pending)
@@ -205,12 +205,12 @@ def forget_all_but(kept: Unwaited) -> None:
 
 @atexit.register
 def _report_unwaited() -> None:
-    counts = _dropped + Counter((p.op, p.site) for p in _in_flight if not p.reported)
+    counts = _dropped + Counter((p.op, p.sites) for p in _in_flight if not p.reported)
     if not counts:
         return
     lines = [
-        f"  {op} at {show(site)}" + (f" (x{k})" if k > 1 else "")
-        for (op, site), k in counts.items()
+        f"  {op} at {show(*sites) or '?'}" + (f" (x{k})" if k > 1 else "")
+        for (op, sites), k in counts.items()
     ]
     print(
         f"fcoll: {counts.total()} collectives were issued and never waited for "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
-from fcoll.eager.door import result, start
+from fcoll.eager.dispatch import result, start
 from fcoll.eager.ops import define, op_of
 from fcoll.errors import BadRow
 from fcoll.groups import group_name, group_size

@@ -1,4 +1,4 @@
-"""The one door of eager calls: the ways that a call of a collective can go, and who decides.
+"""How an eager call is dispatched: the ways that it can go, and who decides.
 
 ============  ===========================================  =======================================
 way           when                                         who decides
@@ -6,7 +6,7 @@ way           when                                         who decides
 traced        Dynamo records the program                   ``start``, by ``is_compiling()``
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
               to have shared memory                        is refused, the extension at the rest
-direct        tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
+undispatched  tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
 stacked       tensors of ranks in ``fcoll.simulate``       ``stacked_ways``, asked by ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
               transforms, the profiler
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fcoll import _torch
-from fcoll.eager import direct
+from fcoll.eager import undispatched
 from fcoll.eager.async_tensor import in_flight
 from fcoll.eager.ops import function_of
 from fcoll.errors import FcollError, from_native
@@ -75,10 +75,10 @@ def start_eager(name: str, *args: Any) -> Any:
     x, row = args[0], COLLECTIVES[name]
     if type(x) is list:
         if x and all(map(_torch.plain, x)):
-            return direct.run(row, args)
+            return undispatched.run(row, args)
     elif _torch.ordinary(x):
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return direct.run(row, args)
+            return undispatched.run(row, args)
         with _torch.single_level_functions():
             return function_of(name).apply(args, {}, x)[0]
     for way in stacked_ways:
