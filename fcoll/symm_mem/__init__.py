@@ -7,6 +7,7 @@ import torch
 from fcoll.groups import GroupLike, resolve
 from fcoll.symm_mem import kernels
 from fcoll.table import warm
+from fcoll.transport.acceleration import Acceleration
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import Status, status_of
 
@@ -45,20 +46,6 @@ def empty_cache() -> None:
     warm.release()
 
 
-class Acceleration:
-    """In force until ``undo``; a context manager too."""
-
-    def undo(self) -> None:
-        if build.loaded():
-            torch.ops.fcoll_native.accelerate(False)
-
-    def __enter__(self) -> Acceleration:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.undo()
-
-
 def accelerate_c10d() -> Acceleration:
     """Serve torch's functional collectives (``_c10d_functional``) on CPU tensors by shared memory.
 
@@ -70,9 +57,10 @@ def accelerate_c10d() -> Acceleration:
     ...     c10d.wait_tensor(c10d.all_reduce(torch.ones(2), "sum", world)).tolist() == [n, n]
     True
     """
-    if not build.load():
-        torch.ops.fcoll_native.accelerate(True)
-    return Acceleration()
+    if build.load():
+        return Acceleration(lambda: None)
+    torch.ops.fcoll_native.accelerate(True)
+    return Acceleration(lambda: torch.ops.fcoll_native.accelerate(False))
 
 
 kernels.register()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import functions
-from fcoll.eager.door import start
+from fcoll.eager.dispatch import start
 from fcoll.groups import by_name
 from fcoll.training import _torch
 from fcoll.transport import shared_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,26 @@ from fcoll.training.averaged import averaged
 from fcoll.training.doors import serving
 from fcoll.training.reducer import Reducer
 from fcoll.training.verify import verify_params_across_processes
+from fcoll.transport.acceleration import Acceleration
 from fcoll.transport.carriers import carrier_of
 
 FunctionalHook = Callable[[Tensor], Tensor]
+
+
+def accelerate_ddp() -> Acceleration:
+    """Have torch's DistributedDataParallel run on :class:`fcoll.Reducer`: the same options, comm
+    hooks and results.
+
+    Models that are wrapped while it is in force keep it; all ranks must do it.
+
+    >>> with fcoll.accelerate_ddp():
+    ...     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    >>> type(ddp.reducer) is fcoll.Reducer
+    True
+    """
+    names = ExitStack()
+    names.enter_context(_torch.replaced_in_dist({"Reducer": Reducer}))
+    return Acceleration(names.close)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
 """Reducer: gradients are put into buckets as they become ready, and full buckets are reduced.
 
 It has the constructor, the methods and the behaviour of ``torch.distributed.Reducer``, so that
-
-    torch.distributed.Reducer = fcoll.Reducer
-
-has torch's DistributedDataParallel run on it. An iteration is
+torch's DistributedDataParallel can run on it: ``fcoll.accelerate_ddp()``. An iteration is
 
     prepare_for_forward -> forward pass -> prepare_for_backward(outputs) -> backward pass
 
@@ -34,7 +31,7 @@ from fcoll.errors import (
     ReductionUnfinished,
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
-from fcoll.source import Site, part, show, user_site
+from fcoll.source import Frames, part, show, user_sites
 from fcoll.training import _torch, explain, hooks, tags
 from fcoll.training import bucket as buckets
 from fcoll.training.arrivals import arrivals_of
@@ -148,11 +145,11 @@ class Reducer(Settings):
     def _reset(self) -> None:
         self._expects = False  # between prepare_for_backward and the end of the reduction
         self._unfinished = False  # a gradient was ready, the reduction has not ended
-        self._reached: Site | None = None  # the line of a backward pass that came to the module
+        self._reached: Frames | None = None  # the line of a backward pass that came to the module
         self._reduced += self.arrivals.disarm()
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
-        self._passes: list[Site | None] = []  # the lines of this iteration's backward passes
+        self._passes: list[Frames] = []  # the lines of this iteration's backward passes
         self._ended = 0  # of them
 
     # -- buckets ----------------------------------------------------------------------------------
@@ -305,7 +302,7 @@ class Reducer(Settings):
     def _begin_pass(self, index: int) -> None:
         """A backward pass has its first gradient. In the first pass of an iteration, parameters
         that it will not reach count as ready."""
-        self._passes.append(user_site())
+        self._passes.append(user_sites())
         self._unfinished = True
         _torch.at_end_of_backward(self._end_pass)
         if len(self._passes) > 1:
@@ -333,7 +330,7 @@ class Reducer(Settings):
         def reached(_: Tensor) -> None:
             reducer = me()
             if reducer is not None and reducer._expects and reducer._reached is None:
-                reducer._reached = user_site() or ("?", 0)
+                reducer._reached = user_sites()
                 _torch.at_end_of_backward(reducer._leave)
 
         for x in outputs:
@@ -346,8 +343,7 @@ class Reducer(Settings):
 
     def _line(self, number: int) -> str:
         """Of a backward pass."""
-        site = self._passes[number]
-        return show(site) if site else "?"
+        return show(*self._passes[number]) or "?"
 
     def _late(self, index: int) -> None:
         """A gradient came after all were reduced, and no forward pass since: it stays here."""
@@ -521,7 +517,7 @@ class Reducer(Settings):
         """The line of a backward pass that an exception has ended."""
         if self._ended < len(self._passes):
             return self._line(self._ended)
-        return show(self._reached) if self._reached is not None else ""
+        return show(*self._reached) or "?" if self._reached is not None else ""
 
     # -- settings of iterations -------------------------------------------------------------------
 

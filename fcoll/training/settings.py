@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.errors import BadCommHook, CollectiveMismatch
-from fcoll.source import show, user_site
+from fcoll.source import show, user_sites
 from fcoll.training import _torch, explain, hooks, tags
 from fcoll.training.bucket import Bucket, GradBucket
 from fcoll.training.collectives import Collectives
@@ -40,8 +40,7 @@ class Settings:
         self._forward_work: tuple[Any, bool] | None = None
         self.number = tags.UNKNOWN
         self.tags: list[tags.Tag] = []
-        site = user_site()
-        self.made_at = show(site) if site else "?"
+        self.made_at = show(*user_sites()) or "?"
         # ranks that have joined send zeros from other memory: meanwhile nobody sums in place
         self._joining = False
 

@@ -17,29 +17,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fcoll_backend
 from fcoll.lobby import Process, processes_of
 from fcoll.transport import shared_memory
+from fcoll.transport._torch import serve_calls_for_gloo
+from fcoll.transport.acceleration import Acceleration
 from fcoll.transport.handshake import lobby_in, meeting_in
 from fcoll.transport.native import build
 
 log = logging.getLogger("fcoll")
+
+serve_calls_for_gloo()
 
 # Of a default group that is being made, by its shared memory: processes_of() has no place for them
 # before there is that group.
 _met: dict[int, dict[int, Process]] = {}
 
 
+def as_gloo() -> Acceleration:
+    """Have every group that asks for gloo on CPU tensors be one of the backend "fcoll".
+
+    ``init_process_group("gloo")``, ``new_group(backend="gloo")``, ``"cpu:gloo,cuda:nccl"`` and what
+    libraries make of them: ``get_backend()`` says "gloo" as before. On all ranks, before the groups
+    are made; those that are there keep what they have. FCOLL_AS=gloo does it without a line of
+    Python.
+
+    >>> with fcoll.as_gloo():
+    ...     group = dist.new_group(backend="gloo")
+    >>> x = torch.ones(2)
+    >>> _ = dist.all_reduce(x, group=group)  # on shared memory
+    >>> x.tolist() == [n, n], dist.get_backend(group)
+    (True, 'gloo')
+    """
+    return Acceleration(fcoll_backend.stand_for("gloo", "fcoll.as_gloo()"))
+
+
 def make(facts: Any, options: Any = None) -> Any:
     """The backend of a group, as torch.distributed asks for it; ``options`` are not needed."""
     n, ranks = facts.group_size, list(facts.global_ranks_in_group)
     timeout_s = facts.timeout.total_seconds()
-    return make_for(facts.store, facts.group_rank, ranks or range(n), timeout_s, facts.group_id)
+    named = facts.group_id, fcoll_backend.for_gloo.get()
+    return make_for(facts.store, facts.group_rank, ranks or range(n), timeout_s, *named)
 
 
 def make_for(
-    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, name: str
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    name: str,
+    for_gloo: bool,
 ) -> Any:
-    """The backend of these ranks, by their global numbers; all of them call it."""
+    """The backend of these ranks, by their global numbers; all of them call it. ``for_gloo``: it
+    was asked for as gloo's, and profiles have gloo's names of its calls."""
     status, meeting = _connect(store, rank, ranks, timeout_s)
     try:
         # not the addresses of an earlier group of that name: a world may be made again in its store
@@ -53,7 +83,7 @@ def make_for(
     gloo.options.group_name = name
     if status.shared and status.fast:
         build.fast.split_backends_by(make_for)
-        facts = timeout_s, name, list(ranks)
+        facts = timeout_s, name, list(ranks), for_gloo
         return build.fast.make_backend(rank, len(ranks), gloo, status.handle, *facts)
     _close(status)
     why_not = "a rank lacks the extension for its Python" if status.shared else status.reason
@@ -72,18 +102,18 @@ def _connect(
         return shared_memory.Status(0, why_not), ""
     # split_group gives sibling groups one name, and so one store
     prefix = "fcoll_backend/" + "_".join(map(str, ranks))
-    lobby = lobby_in(store, rank, ranks, timeout_s, prefix, _known_processes())
+    lobby = lobby_in(store, rank, ranks, timeout_s, prefix, known_processes())
     with meeting_in(lobby, lobby.give_up) as exchange:
         status = shared_memory.connect(rank, n, timeout_s, exchange)
     processes = {ranks[r]: process for r, process in lobby.processes.items()}
     if dist.group.WORLD is not None:
-        _known_processes().update(processes)
+        known_processes().update(processes)
     elif status.shared:
         _met[status.handle] = processes
     return status, lobby.meeting
 
 
-def _known_processes() -> dict[int, Process]:
+def known_processes() -> dict[int, Process]:
     """Those of the ranks that are known in this world, by global rank."""
     world = dist.group.WORLD
     if world is None:

@@ -29,7 +29,7 @@ from fcoll import _torch
 from fcoll.errors import FcollError, GroupClosed
 from fcoll.groups import Group
 from fcoll.reductions import Reduction
-from fcoll.transport import process_group
+from fcoll.transport import dumps, process_group
 from fcoll.transport.handshake import Exchange, meeting
 from fcoll.transport.native import build
 from fcoll.transport.protocol import (
@@ -165,8 +165,16 @@ def handle_of_backend(pg: dist.ProcessGroup) -> int:
     return getattr(_torch.cpu_backend(pg), "handle", 0)
 
 
+def known_handle(pg: dist.ProcessGroup) -> int:
+    """The shared memory of a group that has it by now, or 0."""
+    known = _known.get(pg.group_name)
+    own = known is not None and known[0]() is pg
+    return known[1].handle if known and own else handle_of_backend(pg)
+
+
 def connect(rank: int, n: int, timeout_s: float, exchange: Exchange) -> Status:
     """Map the memory of the ranks that ``exchange`` is between, if all of them can."""
+    dumps.attend()
     mine = _open(rank, n, timeout_s)
     try:
         why_not, fast = _agree(mine, exchange)

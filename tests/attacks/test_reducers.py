@@ -18,11 +18,8 @@ from fcoll.errors import CollectiveMismatch, ReductionUnfinished, UnknownGroup
 
 
 def on_our_reducer(module: nn.Module, **options) -> nn.Module:
-    theirs, dist.Reducer = dist.Reducer, fcoll.Reducer
-    try:
+    with fcoll.accelerate_ddp():
         return DistributedDataParallel(module, **options)
-    finally:
-        dist.Reducer = theirs
 
 
 WRAPS = {"fcoll": fcoll.DataParallel, "ours": on_our_reducer, "torch": DistributedDataParallel}

@@ -158,3 +158,22 @@ def differing(rank: int) -> str:
 def test_parameters_in_another_order_are_an_error_on_all_ranks(ranks2):
     for rank, text in enumerate(ranks2.run(differing)):
         assert f"[{rank}]: params[0] (0.weight)" in text and f"process {1 - rank}" in text
+
+
+def accelerated(rank: int) -> None:
+    theirs = dist.Reducer
+    outer = fcoll.accelerate_ddp()
+    with pytest.raises(ZeroDivisionError), fcoll.accelerate_ddp():
+        ours = DistributedDataParallel(model())
+        _ = 1 // 0
+    assert dist.Reducer is fcoll.Reducer
+    outer.undo()
+    assert dist.Reducer is theirs
+    outer.undo()  # once is enough
+    torchs = DistributedDataParallel(model())
+    assert isinstance(ours.reducer, fcoll.Reducer) and not isinstance(torchs.reducer, fcoll.Reducer)
+    assert close(gradients(ours, rank, 3), gradients(torchs, rank, 3))
+
+
+def test_torchs_module_is_accelerated_until_it_is_undone(shared2):
+    shared2.run(accelerated)

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from programs_to_train import PROGRAMS, Program, in_one_process, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
-
-THEIRS = dist.Reducer
 
 
 def on_torchs_reducer(model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -23,11 +20,8 @@ def on_torchs_reducer(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def on_our_reducer(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    dist.Reducer = fcoll.Reducer
-    try:
+    with fcoll.accelerate_ddp():
         module = DistributedDataParallel(model, **options)
-    finally:
-        dist.Reducer = THEIRS
     assert isinstance(module.reducer, fcoll.Reducer) and isinstance(module.logger, fcoll.Logger)
     return module
 

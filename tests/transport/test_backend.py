@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from ranks import Launched, launch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcoll
 import fcoll_backend
-from fcoll.errors import CollectiveMismatch, PeerDied
+from fcoll.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerDied
 from fcoll.transport import shared_memory
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,28 @@ def reductions(groups: tuple[Any, Any]) -> None:
             return x
 
         same(long, groups)
+
+
+def factors(groups: tuple[Any, Any]) -> None:
+    """Sums with a factor, which gloo has not: FSDP2 divides by any number with them."""
+    world, me, n = groups[0], dist.get_rank(), dist.get_world_size()
+    half = dist.ReduceOp.PREMUL_SUM(0.5)
+    total = sum(values(4 * n, 3, like=r) for r in range(n)) / 2
+    for dtype in FLOATS:
+        x = values(4 * n, 3, dtype=dtype)
+        part = torch.zeros(4, 3, dtype=dtype)
+        dist.reduce_scatter_single(part, x, half, group=world)
+        torch.testing.assert_close(part, total[4 * me : 4 * me + 4].to(dtype))
+        torch.testing.assert_close(x, values(4 * n, 3, dtype=dtype))  # an input stays as it is
+        dist.all_reduce(x, half, group=world)
+        torch.testing.assert_close(x, total.to(dtype))
+    own = dist.ReduceOp.PREMUL_SUM(torch.tensor([float(me + 1)]))  # a tensor, each rank its own
+    x = torch.ones(4, n).t()
+    dist.reduce(x, 0, own, group=world)
+    assert x.unique().tolist() == [sum(range(n + 1)) if me == 0 else 1]
+    with pytest.raises(RuntimeError, match="PREMUL_SUM"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), half, group=world)
+    dist.barrier(group=world)
 
 
 def to_a_root(groups: tuple[Any, Any]) -> None:
@@ -182,11 +205,16 @@ def exchanges(groups: tuple[Any, Any]) -> None:
         dist.all_to_all(outs, [values(me + j + 1) for j in range(n)], group=group)
         return outs
 
-    for call in (even, uneven):
+    def even_lists(group: Any) -> list[Tensor]:
+        outs = [torch.zeros(5) for _ in range(n)]
+        dist.all_to_all(outs, [values(5) * j for j in range(n)], group=group)
+        return outs
+
+    for call in (even, uneven, even_lists):
         same(call, groups)
-    outs = lists(groups[0])
-    for j, out in enumerate(outs):
-        torch.testing.assert_close(out, values(me + j + 1, like=j))
+    for group in groups:
+        with pytest.raises(RuntimeError, match="invalid tensor size"):
+            lists(group)
 
 
 def as_they_come(groups: tuple[Any, Any]) -> None:
@@ -276,7 +304,7 @@ def asynchronous(groups: tuple[Any, Any]) -> None:
         pass
     assert work.result()[0] is xs[0]
     future = dist.broadcast(xs[2], 0, async_op=True, group=world).get_future()
-    assert future.done() and future.wait()[0] is xs[2]
+    assert future.wait()[0] is xs[2]
     doubled = dist.all_reduce(xs[2], async_op=True, group=world).get_future()
     assert doubled.then(lambda f: f.value()[0] * 2).wait().item() == 2 * xs[2].item()
 
@@ -298,7 +326,8 @@ def given_to_gloo(groups: tuple[Any, Any]) -> None:
     sparse = torch.eye(3).to_sparse()
     dist.all_reduce(sparse, group=world)
     torch.testing.assert_close(sparse.to_dense(), torch.eye(3) * n)
-    world.monitored_barrier(timedelta(seconds=TIMEOUT_S))
+    dist.monitored_barrier(world, timedelta(seconds=TIMEOUT_S))
+    dist.monitored_barrier(groups[1])
     with pytest.raises((RuntimeError, ValueError)):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG, group=world)
     with pytest.raises((RuntimeError, ValueError)):
@@ -355,6 +384,7 @@ def profiled(groups: tuple[Any, Any]) -> None:
 
 CHECKS = (
     reductions,
+    factors,
     to_a_root,
     parts,
     exchanges,
@@ -486,6 +516,189 @@ def test_a_dead_peer_is_named(compiled: None) -> None:
     assert (made.errors[0], made.exitcodes[1]) == (None, -signal.SIGKILL), made.stderr[0]
 
 
+# -- calls that the program goes on without ---
+
+
+LARGE = 700_000  # elements: more than the ring holds at once
+
+
+def goes_on(rank: int) -> None:
+    """Rank 1 makes its call only when rank 0 has gone on from its own."""
+    _, gloo = join()
+    word, splits = torch.zeros(1), [1, 1]
+    for size in (3, LARGE):
+        xs = torch.full((2, size), rank + 1.0)
+        others = [torch.zeros(2, size), torch.zeros(2, size // 2)]
+        calls: list[Callable[[], Any]] = [
+            lambda xs=xs: dist.all_reduce(xs, async_op=True),
+            lambda xs=xs, o=others: dist.all_to_all_single(o[0], xs, splits, splits, async_op=True),
+            lambda xs=xs, o=others: dist.all_gather(list(o[0]), xs[0], async_op=True),
+        ]
+        for call in calls:
+            if rank == 1:
+                dist.recv(word, 0, group=gloo)
+            work = call()
+            future = work.get_future()
+            if rank == 0:
+                assert not future.done() and not work.is_completed()
+                with pytest.raises(CollectiveTimeout, match="goes on"):
+                    work.wait(timedelta(milliseconds=20))
+                dist.send(word, 1, group=gloo)
+            work.wait()
+            assert future.wait() is not None and work.is_completed()
+        assert (xs == 3).all() and (others[0] == 3).all()
+    # a call behind one that is under way waits for it; so do fcoll's own
+    if rank == 1:
+        dist.recv(word, 0, group=gloo)
+    first = dist.all_reduce(xs, async_op=True)
+    small = dist.all_reduce(word, async_op=True)
+    if rank == 0:
+        assert not small.is_completed()
+        dist.send(word.clone(), 1, group=gloo)
+    assert (fcoll.all_reduce(torch.ones(2), "sum") == 2).all()
+    assert first.is_completed() and small.is_completed() and (xs == 6).all()
+
+
+def in_another_order_on_two_groups(rank: int) -> None:
+    join()
+    groups = [dist.new_group(backend="fcoll") for _ in range(2)]
+    xs = [torch.ones(LARGE) for _ in groups]
+    works = [None, None]
+    for i in (0, 1) if rank == 0 else (1, 0):
+        works[i] = dist.all_reduce(xs[i], group=groups[i], async_op=True)
+    for work in works:
+        work.wait()
+    assert all((x == 2).all() for x in xs)
+
+
+def in_callbacks(rank: int) -> None:
+    """What a callback calls comes before all calls that were made after its own."""
+    join()
+    values = [torch.full((size,), rank + 1.0) for size in (LARGE, LARGE // 7, 2)]
+    inner = [torch.full((i + 1,), rank + 1.0) for i in range(3)]
+
+    def also(i: int) -> Callable[[Any], Any]:
+        def callback(_: Any) -> Tensor:
+            dist.all_reduce(inner[i])
+            return inner[i]
+
+        return callback
+
+    for _ in range(5):
+        ends = []
+        for i, x in enumerate(values):
+            ends.append(dist.all_reduce(x, async_op=True).get_future().then(also(i)))
+            if (i + rank) % 2:
+                ends[-1].wait()
+        assert all((f.wait() == f.wait()[0]).all() for f in ends)
+    for x in values + inner:
+        assert (x == 3 * 2**4).all()
+
+
+def compressed(rank: int) -> list[Tensor]:
+    """PowerSGD calls collectives in the callbacks of others, for several buckets at once."""
+    torch.manual_seed(0)
+    group, _ = join()
+    module = torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(6)])
+    ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.01)
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(3, 40)).square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def fails_later(rank: int) -> None:
+    join()
+    futures = []
+    with pytest.raises(CollectiveMismatch, match=f"{LARGE}.*{LARGE + 1}|{LARGE + 1}.*{LARGE}"):
+        work = dist.all_reduce(torch.ones(LARGE + rank), async_op=True)  # here if the peer is there
+        futures.append(work.get_future().then(lambda f: f.value()))
+        work.wait()
+    for failed in futures:
+        with pytest.raises((CollectiveMismatch, RuntimeError), match="where rank"):
+            failed.wait()
+    with pytest.raises(GroupClosed):
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+    dist.destroy_process_group()
+    dist.init_process_group("fcoll", timeout=timedelta(seconds=TIMEOUT_S))
+    x = torch.ones(LARGE)
+    dist.all_reduce(x, async_op=True)
+    dist.barrier()
+    assert (x == 2).all()
+    dist.all_reduce(x, async_op=True)  # nobody waits: peers get this rank's part all the same
+    dist.destroy_process_group()
+    assert (x == 4).all()
+
+
+@pytest.mark.parametrize(
+    "program", [goes_on, in_another_order_on_two_groups, in_callbacks, fails_later]
+)
+def test_calls_that_the_program_goes_on_without(compiled: None, program: Callable) -> None:
+    run(program, 2)
+
+
+def test_powersgd_with_several_buckets(compiled: None) -> None:
+    first, second = run(compressed, 2).results
+    torch.testing.assert_close(first, second)
+
+
+def as_of_gloo(rank: int) -> None:
+    """Calls that torch has for groups of gloo alone."""
+    for size in (2, 1):
+        group = dist.new_group(list(range(size))) if dist.is_initialized() else join()[0]
+        if rank >= size:
+            continue
+        dist.monitored_barrier(group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+
+
+def test_calls_that_torch_has_for_gloo_alone(compiled: None) -> None:
+    run(as_of_gloo, 2)
+
+
+def one_call_timeout(rank: int) -> None:
+    """The timeout of one call is over long before that of the group."""
+    world, gloo = join()
+    options = dist.AllreduceOptions()
+    options.timeout, options.asyncOp = timedelta(milliseconds=200), False
+    x, word = torch.ones(3), torch.ones(1)
+    world.allreduce([x], options).wait()  # both make it
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match="rank 1"):
+            world.allreduce([x], options)
+        dist.send(word, 1, group=gloo)
+    else:
+        dist.recv(word, 0, group=gloo)
+        dist.all_reduce(x)  # rank 0's part was there
+        with pytest.raises(CollectiveTimeout, match="rank 1"):
+            dist.all_reduce(x)
+
+
+def test_one_call_has_a_timeout_of_its_own(compiled: None) -> None:
+    run(one_call_timeout, 2, timeout=TIMEOUT_S - 5)
+
+
+def with_nans(rank: int) -> None:
+    join()
+    x = torch.tensor([1.0, float("nan")]) if rank == 0 else torch.ones(2)
+    if rank == 0:
+        with pytest.raises(ValueError, match="NaN"):
+            dist.all_reduce(x)
+        x = torch.ones(2)
+    dist.all_reduce(x)
+    assert (x == 2).all()
+    out = torch.full((2,), float("nan")) if rank else torch.ones(2)
+    dist.broadcast(out, 0)  # what is only written to may be anything
+    assert (out == 1).all()
+
+
+def test_nans_are_refused_on_request(compiled: None) -> None:
+    run(with_nans, 2, env={"TORCH_NCCL_NAN_CHECK": "1"})
+
+
 def without_shared_memory(rank: int) -> None:
     world, _ = join()
     assert dist.get_backend() == "fcoll"
@@ -536,19 +749,40 @@ assert fcoll.all_reduce(torch.ones(1)).item() == 1
 """
 
 
-def test_torch_finds_the_name_by_the_entry_point(tmp_path: Path) -> None:
+def torch_finds_fcoll(folder: Path) -> str:
     """As after an installation: the metadata that pyproject.toml makes, in a folder of the path."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = [f"{name} = {function}" for name, function in points["torch.backends"].items()]
-    info = tmp_path / "named-0.dist-info"
+    info = folder / "named-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: named\nVersion: 0\n")
     (info / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines]))
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path}
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+def test_torch_finds_the_name_by_the_entry_point(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": torch_finds_fcoll(tmp_path)}
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60, env=env)
 
 
 def test_fcoll_registers_the_name() -> None:
     assert dist.Backend._plugins["FCOLL"].creator_fn is fcoll_backend.make
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+def profiled_messages(rank: int) -> None:
+    dist.init_process_group("fcoll")
+    x = torch.full((2,), float(rank))
+    with torch.profiler.profile(record_shapes=True) as seen:
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            assert dist.recv(x) == 0  # of any rank
+            assert x.tolist() == [0, 0]
+    events = {event.name: event.input_shapes for event in seen.events()}
+    assert events["fcoll:recvAnySource" if rank else "fcoll:send"] == [[2]], events
+    dist.destroy_process_group()
+
+
+def test_a_profile_shows_messages_as_the_backends(compiled: None) -> None:
+    run(profiled_messages, 2)

@@ -92,6 +92,13 @@ def test_ranks_that_do_not_use_the_same_lanes(tmp_path, core, sanitizer):
     passes(made, says="12 cases: all right")
 
 
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_calls_that_the_groups_thread_makes(tmp_path, core, sanitizer):
+    """In order with those that the program makes; jobs that wait for jobs; a group that is left."""
+    made = program(tmp_path, "background_test", sanitizer, core(sanitizer))
+    passes(made, says="3 cases: all right")
+
+
 def test_loops_of_all_widths_give_the_same_bits(tmp_path, core):
     sanitizer = "address,undefined"
     made = program(tmp_path, "kernels_test", sanitizer, core(sanitizer))

@@ -57,6 +57,7 @@ struct Call {
   uint64_t count = 0;  // elements of the argument; of one row, where parts may be uneven
   bool in_arena = false;  // a slot says where the data is, instead of carrying it
   bool in_place = false;  // the data lies where all ranks have mapped it (shared_parts.h)
+  double timeout_s = 0;  // how long to wait for a peer; 0: as long as for all calls on the group
   const Signature* signature = nullptr;  // read only while the call is published
   uint64_t digest = 0;
 

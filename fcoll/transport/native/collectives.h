@@ -22,13 +22,17 @@ size_t chunks_of(const Call&, int n);
 // Does the call need all ranks twice, first for their parts and then for their sums?
 bool in_two_passes(const Call&, int n);
 
-void publish_chunk(Ring&, const Transfer&, size_t chunk);
+void publish_chunk(Ring&, const Transfer&, size_t chunk, bool in_window = true);
 // Wait for the peers' parts of a chunk, and make the result of them.
 void complete_chunk(Ring&, const Transfer&, size_t chunk);
 
 // Whole calls; they return when the result is there. Buffers are contiguous and do not overlap,
 // except that in and out may be the same for all_reduce.
 void run(Ring&, const Call&, const uint8_t* in, uint8_t* out);
+// The same in two steps, of what does not take two passes: the first chunk is published, which says
+// that this rank has come; then all the rest.
+Transfer begin(Ring&, const Call&, const uint8_t* in, uint8_t* out);
+void go_on(Ring&, const Transfer&);
 // n parts each, one after the other, of the given sizes in bytes.
 void all_to_all(Ring&, const Call&, const uint8_t* in, uint8_t* out, const size_t* in_bytes,
                 const size_t* out_bytes);

@@ -95,12 +95,12 @@ void all_to_all(Ring& ring, const Call& call, const uint8_t* in, uint8_t* out, c
                 const size_t* out_bytes) {
   Exchange x(call, ring, in_bytes, out_bytes);
   int rank = x.rank, n = x.n;
-  ring.expect(x.first);  // how many more there are, only the senders know
+  ring.expect(x.first, call);  // how many more there are, only the senders know
   publish_chunk(ring, x, 0, in, in_bytes, out_bytes);
   copy_result(out + x.to[rank], in + x.from[rank], in_bytes[rank], in_bytes[rank], true);
   size_t sent = x.chunks(), all = agree_on_chunks(ring, x, in_bytes, out_bytes);
   ring.take_numbers(all);
-  ring.expect(x.first + all - 1);
+  ring.expect(x.first + all - 1, call);
   for (size_t i = 0; i < all; i++) {
     if (i + 1 < sent) publish_chunk(ring, x, i + 1, in, in_bytes, out_bytes);
     for (int k = 1; k < n; k++) take_part(ring, (rank + k) % n, x, i, out, out_bytes);

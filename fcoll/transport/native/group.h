@@ -6,8 +6,11 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "background.h"
+#include "flight_recorder.h"
 #include "pending.h"
 #include "ring.h"
 
@@ -46,6 +49,10 @@ class Group {
   // and that of all tickets before it. What takes more than a quarter of the ring is done at
   // once. For all kinds but all_to_all, whose length only its senders know.
   uint64_t start(const Call&, const void* in, void* out, double patience_us);
+  bool starts(const Call&) const;  // or is it done at once?
+  bool begins(const Call&) const;  // can it be run_or_later?
+  // Have all peers published by then? It spins.
+  bool published_by_all(uint64_t number, double patience_us) const;
   void finish(uint64_t ticket);
   // Is it filled? Does what can be done without waiting.
   bool poll(uint64_t ticket);
@@ -56,7 +63,25 @@ class Group {
   // A part must not be touched before `finish`.
   uint64_t start_in_place(Call, std::shared_ptr<const SharedParts>, size_t at);
 
+  // Calls that the program goes on without: the job makes them, on a thread of the group unless one
+  // that waits for it does so first. Later calls on the group wait for it, except for those that it
+  // makes itself.
+  void later(Background::Job job);
+  // Makes a call that does not start apart if all peers come to it within `patience_us`. Else it is
+  // begun, and `rest()` is a job, in which go_on() makes the rest of it.
+  bool run_or_later(const Call&, const void* in, void* out, double patience_us, Background::Job rest);
+  void go_on();
+  // Makes them, or waits while another thread does.
+  void make_jobs_until(const std::function<bool()>& reached) { background_.help_until(reached); }
+  void make_jobs() { make_jobs_until([&] { return background_.empty(); }); }
+  bool in_job() const { return background_.inside(); }
+  bool behind_jobs() const { return !background_.empty() && !in_job(); }
+
   void set_timeout(double seconds);  // of the calls from now on
+
+  // The last calls, the oldest first; of any thread, also of one that is in a call.
+  std::vector<Flight> flights() const { return flights_.flights(); }
+  FlightRecorder& messages() { return messages_; }  // between two ranks, which are made elsewhere
 
   // Core-to-core round trip with a peer in ns: the median of many. Both call it.
   double round_trip_ns(int peer);
@@ -93,8 +118,10 @@ class Group {
 
  private:
   void await_turn();
+  void add_job(std::shared_ptr<void> stack, Background::Job);
   void make_room(size_t slots);
-  uint64_t enqueue(Pending, double patience_us);
+  void complete_argument(const Call&, const void* in);
+  uint64_t enqueue(Pending, uint64_t flight, double patience_us);
   void progress();
   void complete_oldest();
   void complete_all() { while (!pending_.empty()) complete_oldest(); }
@@ -104,15 +131,24 @@ class Group {
   double timeout_s_;
   struct Started {
     Pending call;
+    uint64_t flight;  // its number in the records
     std::shared_ptr<void> result;  // what it fills, where the caller may let go of that
   };
   std::deque<Started> pending_;  // not complete
   std::atomic<uint64_t> completed_{0};  // the last number that is complete
   std::vector<std::shared_ptr<void>> released_;  // results that are filled, until the turn ends
   std::atomic<bool> taken_{false};  // the turn
+  FlightRecorder flights_;
+  FlightRecorder messages_;
   bool sums_in_place_ = false;
   std::once_flag arena_made_;
   std::unique_ptr<Arena> arena_;
+  struct Begun {
+    Transfer call;
+    uint64_t flight;
+  };
+  std::optional<Begun> begun_;  // until its job goes on with it
+  Background background_;  // its jobs hold the group
 };
 
 }  // namespace fcoll

@@ -110,7 +110,7 @@ void forget_arguments(Pending& p) {
 
 void announce_and_read(Ring& ring, const Call& call, uint64_t mine, Reader* reader) {
   uint64_t number = ring.take_numbers(1);
-  ring.expect(number);
+  ring.expect(number, call);
   ring.publish(ring.claim(number), number, call, mine);
   finish(ring, {call, number, number, mine, nullptr}, reader);
 }

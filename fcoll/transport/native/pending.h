@@ -49,6 +49,10 @@ inline uint64_t last_of(const Pending& p) {
   return std::visit([](const auto& of) { return of.last; }, p);
 }
 
+inline const Call& call_of(const Pending& p) {
+  return std::visit([](const auto& of) -> const Call& { return of.call; }, p);
+}
+
 // Says that this rank's part of the sum is written.
 void publish_part(Ring&, const InPlace&);
 

@@ -31,6 +31,11 @@ inline std::optional<Op> op_of(const TorchsOp& op) {
   return Op(op.op_);
 }
 
+// The same for calls that multiply what they send by the factor: see `sent`.
+inline std::optional<Op> op_of(const TorchsOp& op, const Tensor& x) {
+  return op.op_ == TorchsOp::PREMUL_SUM && x.is_floating_point() ? Op::sum : op_of(op);
+}
+
 // Is it memory with values in it?
 inline bool is_dense(const Tensor& x) {
   return x.layout() == at::kStrided && x.device().is_cpu() && x.has_storage() && !x.is_quantized();
@@ -44,12 +49,25 @@ inline bool are_like(const Tensors& xs, const Tensor& x) {
   });
 }
 
+inline bool are_of_one_dtype(const Tensors& xs) {
+  return std::all_of(xs.begin(), xs.end(),
+                     [&](const Tensor& x) { return x.scalar_type() == xs[0].scalar_type(); });
+}
+
 inline bool is_packed(const Tensor& x) { return x.is_contiguous() && !x.is_conj() && !x.is_neg(); }
 
 inline Tensor packed(const Tensor& x) {
   if (is_packed(x)) return x;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return x.resolve_conj().resolve_neg().contiguous();
+}
+
+// What a rank sends of its tensor: times its own factor, if the op has one.
+inline Tensor sent(const Tensor& x, const TorchsOp& op) {
+  if (op.op_ != TorchsOp::PREMUL_SUM) return packed(x);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto& by = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
+  return packed(at::mul(x, by.tensor_factor.defined() ? by.tensor_factor.item() : by.double_factor));
 }
 
 inline bool overlap(const Tensor& x, const Tensor& y) {
@@ -62,9 +80,23 @@ inline bool overlap(const Tensors& xs, const Tensor& y) {
   return std::any_of(xs.begin(), xs.end(), [&](const Tensor& x) { return overlap(x, y); });
 }
 
+// Asked for by the variable that NCCL's backend knows.
+inline bool checks_nans() {
+  static const bool asked = c10::utils::check_env("TORCH_NCCL_NAN_CHECK") == true;
+  return asked;
+}
+
+inline void refuse_nans(const Tensors& inputs, const char* title) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& x : inputs)
+    if (at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()))
+      TORCH_CHECK_VALUE(!x.isnan().any().item<bool>(), title, ": an input has NaNs, which ",
+                        "TORCH_NCCL_NAN_CHECK=1 refuses; nothing has been sent");
+}
+
 // Where a result goes: into the tensor itself, or first into a packed one.
 struct Target {
-  const Tensor& given;
+  Tensor given;
   Tensor memory;
 
   // `apart`: not into its memory at once
@@ -83,12 +115,12 @@ struct Target {
 // A list of tensors as one piece of memory: the one that they lie in, if they do so one after the
 // other, else a new one.
 struct Piece {
-  const Tensors& parts;
+  Tensors parts;
   Tensor made;
   char* data = nullptr;
 
   // `apart`: in a new one in any case
-  explicit Piece(const Tensors& xs, bool apart = false) : parts(xs) {
+  explicit Piece(Tensors xs, bool apart = false) : parts(std::move(xs)) {
     if (parts.empty()) return;
     data = static_cast<char*>(parts[0].mutable_data_ptr());
     size_t bytes = 0;

@@ -14,7 +14,7 @@ namespace fcoll {
 // -- joining --------------------------------------------------------------------------------------
 
 Ring::Ring(int rank, int n, double timeout_s)
-    : rank_(rank), n_(n), timeout_s_(timeout_s), born_(fork_count()), peers_(rank, n), segments_(n),
+    : rank_(rank), n_(n), timeout_s_(timeout_s), limit_s_(timeout_s), born_(fork_count()), peers_(rank, n), segments_(n),
       beacons_(n) {
   try {
     peers_.make_own(RING_BYTES, Pages::mapped);
@@ -63,10 +63,11 @@ void Ring::throw_closed() const {
 
 // -- waiting --------------------------------------------------------------------------------------
 
-void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
+void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least, Patience patience) {
+  if (patience == Patience::awake) patience = awake(crowded_);
   try {
     wait_until(
-        word, peers_.status(peer).sleepers, crowded_,
+        word, peers_.status(peer).sleepers, patience,
         [&] { return word.load(std::memory_order_acquire) >= least; },
         [&](double waited_us) { return look(peer, waited_us); });
   } catch (const Error& e) {
@@ -77,11 +78,24 @@ void Ring::wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least
   }
 }
 
+namespace {
+// As gloo says it, as long as that can be read.
+std::string shown_time(double seconds) {
+  return seconds < 10 ? std::to_string(int(seconds * 1e3)) + "ms" : std::to_string(int(seconds)) + " s";
+}
+}  // namespace
+
 // Why it is for nothing to wait for the peer; it may itself be waiting for another one.
 std::optional<Error> Ring::look(int peer, double waited_us) const {
+  for (int r = 0; r < n_; r++)
+    if (r != rank_)
+      if (auto failure = peers_.status(r).failure()) return failure;
+  if (!open_) return Error(Error::closed, rank_, name_of(rank_) + " left the group meanwhile");
+  if (waited_us * 1e-6 > limit_s_)
+    return Error(Error::timeout, peer, "Timed out waiting " + shown_time(limit_s_) + " for " +
+                                           name_of(peer) + ", which has not made the call");
   for (int r = 0; r < n_; r++) {
     if (r == rank_) continue;
-    if (auto failure = peers_.status(r).failure()) return failure;
     bool died = peers_.dead(r);
     if (!died && peers_.status(r).state.load(std::memory_order_acquire) != State::left) continue;
     // One that had done all it had to do in this call before it went is not missed.
@@ -89,9 +103,7 @@ std::optional<Error> Ring::look(int peer, double waited_us) const {
     const char* how = died ? " died" : " left the group (it destroyed it, or is exiting)";
     return Error(Error::peer_died, r, name_of(r) + how);
   }
-  if (waited_us * 1e-6 <= timeout_s_) return std::nullopt;
-  return Error(Error::timeout, peer, "waited " + std::to_string(int(waited_us * 1e-6)) + " s for " +
-                                         name_of(peer) + ", which has not made the call");
+  return std::nullopt;
 }
 
 void Ring::fail(const Error& e) {
@@ -167,7 +179,7 @@ double Ring::round_trip_ns(int peer) {
   auto &mine = segments_[rank_]->pings[peer], &theirs = segments_[peer]->pings[rank_];
   uint64_t base = mine.load();  // both count the same rounds with each other
   bool first = rank_ < peer, crowded = std::exchange(crowded_, false);  // spin: only these two wait
-  expect(0);
+  expect(0, Call());
   for (int i = 1; i <= rounds; i++) {
     double start = now_us();
     if (first) mine.store(base + i, std::memory_order_release);
@@ -213,6 +225,14 @@ Slot* Ring::claim(uint64_t seq, bool in_window) {
   return mine;
 }
 
+bool Ring::can_claim(uint64_t seq, bool in_window) const {
+  uint64_t read = seq > free_until_ ? seq - RING : 0;
+  if (in_window) read = std::max(read, window_[seq % WINDOW]);
+  for (int r = 0; r < n_; r++)
+    if (r != rank_ && segments_[r]->done.load(std::memory_order_acquire) < read) return false;
+  return true;
+}
+
 void Ring::publish(Slot* slot, uint64_t seq, const Call& call, uint64_t extra) {
   slot->packed = call.packed();
   slot->count = call.count;
@@ -222,6 +242,11 @@ void Ring::publish(Slot* slot, uint64_t seq, const Call& call, uint64_t extra) {
   if (seq % LOOK_EVERY == 0) segments_[rank_]->beacon.store(seq, std::memory_order_relaxed);
   slot->seq.store(seq, std::memory_order_release);
   wake(slot->seq, own_->sleepers);
+}
+
+void Ring::sleep_until_published(uint64_t seq) {
+  for (int r = 0; r < n_; r++)
+    if (r != rank_ && !published(r, seq)) wait_long(r, slot(r, seq)->seq, seq, Patience::asleep);
 }
 
 bool Ring::published(int peer, uint64_t seq) const {

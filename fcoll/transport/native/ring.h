@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "peers.h"
+#include "wait.h"
 
 namespace fcoll {
 
@@ -84,15 +85,20 @@ class Ring {
   // The next sequence numbers; the first of them.
   uint64_t take_numbers(size_t count) { return (seq_ += count) - count + 1; }
   uint64_t last_number() const { return seq_; }
-  // What this rank waits for from now on belongs to a call that ends with this number. A peer that
-  // is done with it may go.
-  void expect(uint64_t last) { expected_ = last; }
+  // What this rank waits for from now on belongs to this call, which ends with this number. A peer
+  // that is done with it may go.
+  void expect(uint64_t last, const Call& call) {
+    expected_ = last;
+    limit_s_ = call.timeout_s > 0 ? call.timeout_s : timeout_s_;
+  }
 
   // My slot, once every peer is done with what is in it. Data goes into it, or into the window.
   Slot* claim(uint64_t seq, bool in_window = false);
+  bool can_claim(uint64_t seq, bool in_window) const;  // without waiting?
   void publish(Slot*, uint64_t seq, const Call&, uint64_t extra = 0);
   // A peer's slot, once it is published; its call must be the same.
   const Slot* await(int peer, uint64_t seq, const Call&);
+  void sleep_until_published(uint64_t seq);  // by all, without spinning before
   bool published(int peer, uint64_t seq) const;
   bool published_by_all(uint64_t seq) const;
   bool read_by_all(uint64_t seq) const;  // are all ranks done with it, this one too?
@@ -120,12 +126,13 @@ class Ring {
   void wait(int peer, const std::atomic<uint64_t>& word, uint64_t least) {
     if (word.load(std::memory_order_acquire) < least) wait_long(peer, word, least);
   }
-  void wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least);
+  void wait_long(int peer, const std::atomic<uint64_t>& word, uint64_t least,
+                 Patience = Patience::awake);
   std::optional<Error> look(int peer, double waited_us) const;
   void until_read(uint64_t seq);
   std::string shown(int rank, uint64_t seq, const Call&) const;
   int rank_, n_;
-  double timeout_s_;
+  double timeout_s_, limit_s_;  // of all calls; of this one
   bool crowded_ = false;
   int born_;  // the fork generation it was made in
   uint64_t seq_ = 0, expected_ = 0;

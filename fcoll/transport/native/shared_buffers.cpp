@@ -72,7 +72,7 @@ void SharedBuffers::await_joined() {
   for (int r = 0; r < n_; r++) {
     Status& s = status(r);
     wait_until(
-        s.state, s.sleepers, crowded_, [&] { return s.state.load() != State::joining; },
+        s.state, s.sleepers, awake(crowded_), [&] { return s.state.load() != State::joining; },
         [&](double waited_us) { return pads_.dead(r) ? died(r, here) : late(r, here, waited_us); });
     if (auto failure = s.failure()) throw *failure;
   }
@@ -142,7 +142,7 @@ void SharedBuffers::put(int to, const Site& site) {
     if (auto failed = site.closable ? pads_.failure() : std::nullopt) return failed;
     return late(to, site, waited_us);
   };
-  wait_until(signal, status(to).sleepers, crowded_, [&] { return exchange(signal, 0, 1); }, look);
+  wait_until(signal, status(to).sleepers, awake(crowded_), [&] { return exchange(signal, 0, 1); }, look);
   wake(signal, status(to).sleepers);
 }
 
@@ -157,7 +157,7 @@ void SharedBuffers::take(int from, const Site& site, int pending) {
     if (auto failed = site.closable ? pads_.failure() : std::nullopt) return failed;
     return late(from, site, waited_us);
   };
-  wait_until(signal, status(rank_).sleepers, crowded_, [&] { return exchange(signal, 1, 0); }, look);
+  wait_until(signal, status(rank_).sleepers, awake(crowded_), [&] { return exchange(signal, 1, 0); }, look);
   wake(signal, status(rank_).sleepers);
 }
 

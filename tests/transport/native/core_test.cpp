@@ -47,6 +47,7 @@ void ranks_calls(Group& g, int calls, uint64_t seed) {
     size_t count = k % 150 == 149 ? 1'100'000 : random_count(random);  // past the ring and caches
     if (delay() % 50 == 0) std::this_thread::yield();
     g.assume(delay() % 2 ? Distance::far : Distance::near);  // both ways of copying
+    crowded_until_us = delay() % 4 ? 0 : now_us() + CROWDED_US;  // as if cores were lost
     std::vector<int64_t> in(count * n + 1), out(count * n + 1, -1);
     for (size_t i = 0; i < in.size(); i++) in[i] = value(me, i, call);
     switch (call % 7) {

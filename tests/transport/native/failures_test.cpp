@@ -17,14 +17,6 @@ using namespace fcoll;
 
 namespace {
 
-const char* now_in = "";
-
-void expect(bool holds, const char* what, int rank = -1) {
-  if (holds) return;
-  std::fprintf(stderr, "%s: rank %d: not so: %s\n", now_in, rank, what);
-  std::_Exit(1);
-}
-
 // The error that a call raises.
 template <class F>
 Error::What raised(F call, int rank) {

@@ -12,14 +12,6 @@ using namespace fcoll;
 
 namespace {
 
-const char* now_in = "";
-
-void expect(bool holds, const char* what, int rank) {
-  if (holds) return;
-  std::fprintf(stderr, "%s: rank %d: not so: %s\n", now_in, rank, what);
-  std::_Exit(1);
-}
-
 const Call ONE = Call::all_reduce(1, Type::i64, Op::sum);
 
 struct Part {

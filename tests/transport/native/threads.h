@@ -29,6 +29,14 @@ inline Groups joined(int n, double timeout_s = 60) {
   return groups;
 }
 
+inline const char* now_in = "";  // the case that runs
+
+inline void expect(bool holds, const char* what, int rank = -1) {
+  if (holds) return;
+  std::fprintf(stderr, "%s: rank %d: not so: %s\n", now_in, rank, what);
+  std::_Exit(1);
+}
+
 // One thread a rank, until all of them are done.
 inline void on_ranks(int n, const std::function<void(int)>& program) {
   std::vector<std::thread> threads;

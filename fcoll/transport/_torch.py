@@ -1,0 +1,47 @@
+"""The private torch APIs that the backend "fcoll" needs. Tested with torch 2.13.0; 2.15.0 has these
+names, too, and calls that are not for gloo alone."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fcoll._torch import cpu_backend
+
+
+def serve_calls_for_gloo() -> None:
+    """torch has these two for groups of gloo alone, asked by name and by type: have them for groups
+    of the backend, too."""
+    monitored_barrier, set_pg_timeout = c10d.monitored_barrier, c10d._set_pg_timeout
+
+    @functools.wraps(monitored_barrier)
+    def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        found = _cpu_backend(group)
+        if found is None or dist.get_backend(group) == "gloo":
+            return monitored_barrier(group, timeout, wait_all_ranks)
+        group = group or c10d._get_default_group()
+        return group.monitored_barrier(timeout or found.options._timeout, wait_all_ranks)
+
+    @functools.wraps(set_pg_timeout)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        found = _cpu_backend(group)
+        ours = found is not None and not isinstance(found, dist.ProcessGroupGloo)
+        if ours:
+            found._set_default_timeout(timeout)
+        if not ours or len((group or c10d._get_default_group())._device_types) > 1:
+            set_pg_timeout(timeout, group)
+
+    for owner in (dist, c10d):
+        owner.monitored_barrier = barrier
+    c10d._set_pg_timeout = set_timeout
+
+
+def _cpu_backend(group: Any) -> Any:
+    """The one of a group that has calls of gloo's: gloo itself or "fcoll"."""
+    group = group or c10d._get_default_group()
+    found = None if c10d._rank_not_in_group(group) else cpu_backend(group)
+    return found if hasattr(found, "_set_default_timeout") else None
