@@ -18,6 +18,7 @@ from fcoll.imports import before_import, when_imported
 if TYPE_CHECKING:
     from fcoll import compat, dist, errors, local, sharded, symm_mem
     from fcoll.checking.check import Checked, check
+    from fcoll.checking.hangs import Diagnosis, why
     from fcoll.costs.machine import Machine
     from fcoll.eager.async_tensor import AsyncCollectiveTensor
     from fcoll.eager.launch import launch
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
     from fcoll.tracing.fake_world import fake_world
     from fcoll.tracing.trace import Trace, trace
     from fcoll.tracing.values import assume
-    from fcoll.training.data_parallel import DataParallel, MixedPrecision
+    from fcoll.training.data_parallel import DataParallel, MixedPrecision, accelerate_ddp
     from fcoll.training.logger import Logger
     from fcoll.training.reducer import Reducer
+    from fcoll.transport.backend import as_gloo
+    from fcoll.transport.dumps import dump_flight_records, dump_on_signal
 
 __version__ = "0.1.0"
 
@@ -64,6 +67,7 @@ _FUNCTIONS = _names_of_functions()
 # Where the public names are: the imports above once more, and a test compares them.
 _NAMES_OF = {
     "checking.check": "Checked check",
+    "checking.hangs": "Diagnosis why",
     "costs.machine": "Machine",
     "eager.async_tensor": "AsyncCollectiveTensor",
     "eager.launch": "launch",
@@ -90,9 +94,11 @@ _NAMES_OF = {
     "tracing.fake_world": "fake_world",
     "tracing.trace": "Trace trace",
     "tracing.values": "assume",
-    "training.data_parallel": "DataParallel MixedPrecision",
+    "training.data_parallel": "DataParallel MixedPrecision accelerate_ddp",
     "training.logger": "Logger",
     "training.reducer": "Reducer",
+    "transport.dumps": "dump_flight_records dump_on_signal",
+    "transport.backend": "as_gloo",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _MODULES = {"faults": "simulation.faults"}  # others have the name that they are asked for by
@@ -105,6 +111,7 @@ __all__ = [
     "Checked",
     "Collective",
     "DataParallel",
+    "Diagnosis",
     "Exploration",
     "FcollError",
     "Group",
@@ -121,12 +128,16 @@ __all__ = [
     "Trace",
     "WorldTimeline",
     "accelerate_c10d",
+    "accelerate_ddp",
     "advice",
+    "as_gloo",
     "assume",
     "axis_index",
     "check",
     "compat",
     "dist",
+    "dump_flight_records",
+    "dump_on_signal",
     "errors",
     "explore",
     "faults",
@@ -146,6 +157,7 @@ __all__ = [
     "symm_mem",
     "timeline",
     "trace",
+    "why",
 ]
 
 

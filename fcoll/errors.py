@@ -6,6 +6,7 @@ Every template says what is wrong, where (``{at}`` becomes ", at model.py:31") a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
@@ -287,6 +288,14 @@ class DataDependent(FcollError):
         return type(self), self.args, {k: getattr(self, k) for k in ("rank", "line", "shared")}
 
 
+class ShapeRuleLacksDtype(FcollError, RuntimeError):
+    template = (
+        "torch's shape rule of {op} takes {takes} and refuses {dtype}{at}: {said}. A trace, as "
+        "torch.compile, asks this rule in place of the op, which itself may run in {dtype}. Trace "
+        "the model in {takes} (model.to(torch.{takes})), or compute it without this op."
+    )
+
+
 class NeedsPeers(FcollError):
     template = (
         "{what} comes from rank {rank}, at {line}, which a trace of this rank alone does not know. "
@@ -434,6 +443,13 @@ class BadProfile(FcollError):
     )
 
 
+class BadDump(FcollError):
+    template = (
+        "cannot read the flight records {path}: {why}{at}. Name the folder or the files that ranks "
+        "wrote with TORCH_FR_DUMP_TEMP_FILE=folder/rank_ set."
+    )
+
+
 class NotWritable(FcollError):
     template = "cannot write {path}: {why}{at}. Make the folder, or name another file."
 
@@ -518,6 +534,9 @@ class ParametersDiffer(FcollError, RuntimeError):
     template = "{message}{at}. Build the same model on all ranks, with its parameters in one order."
 
 
+#: Called with every error that the C++ part or the ranks' meeting raises.
+on_failure: list[Callable[[FcollError], object]] = []
+
 _NATIVE = re.compile(r"fcoll\.(\w+)\[(-?\d+)\]: ([^\n]*)")
 
 
@@ -531,7 +550,7 @@ def from_native(error: Exception) -> Exception:
         return error
     made: FcollError = globals()[found[1]](message=found[3])
     made.rank = int(found[2])
-    return made
+    return _told(made)
 
 
 def from_lobby(why: NotMet) -> FcollError:
@@ -539,7 +558,13 @@ def from_lobby(why: NotMet) -> FcollError:
     kinds: dict[type, type[FcollError]] = {Died: PeerDied, Elsewhere: OtherGraph}
     made = kinds.get(type(why), CollectiveTimeout)(message=str(why))
     made.rank = why.ranks[0] if why.ranks else -1
-    return made
+    return _told(made)
+
+
+def _told(error: FcollError) -> FcollError:
+    for listener in on_failure:
+        listener(error)
+    return error
 
 
 @_torch.at_trace_time

@@ -8,6 +8,14 @@ from typing import Any
 #: What draws tables instead, while a command prints on a terminal (cli/terminal.py).
 draw: Callable[[Sequence[Sequence[str]], str], list[str]] | None = None
 
+#: Is what is made now printed on a terminal that shows colours?
+on_terminal = False
+
+
+def alarm(text: str) -> str:
+    """In red where there are colours: something that will not work."""
+    return f"\x1b[31m{text}\x1b[0m" if on_terminal and text else text
+
 
 def show_bytes(nbytes: Any) -> str:
     """Bytes with three digits that count; an expression as it is.

@@ -11,6 +11,10 @@
 
 What other fixtures give is made once and shared by the ranks; ``fcoll_rank`` is each rank's number.
 Keyword arguments of both are those of ``fcoll.simulate_ranks``.
+
+    @pytest.mark.ranks(2, processes=True)  # real processes, in seconds; also timeout= and backend=
+
+is for code that keeps a rank once for a process. There each rank makes the fixtures for itself.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from fcoll_pytest import processes
 
 
 class World:
@@ -37,6 +43,10 @@ class World:
         except fcoll.errors.RankFailed as error:
             if isinstance(error.__cause__, (pytest.skip.Exception, pytest.xfail.Exception)):
                 raise error.__cause__ from None
+            from fcoll.tracing import singletons
+
+            if told := singletons.hint():
+                error.add_note(told)
             raise
 
     def explore(self, fn: Callable[[int], Any], **options: Any) -> Any:
@@ -55,7 +65,9 @@ class _EachRanks:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "ranks(n, **options): run the test's body on each of n simulated ranks (fcoll)"
+        "markers",
+        "ranks(n, processes=False, **options): run the test's body on each of n simulated ranks "
+        "or real processes (fcoll)",
     )
 
 
@@ -80,6 +92,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     if len(marker.args) != 1:
         pytest.fail("use @pytest.mark.ranks(n), with one number of ranks", pytrace=False)
+    options = dict(marker.kwargs)
+    on_processes = options.pop("processes", False)
+    if on_processes and not processes.is_rank():
+        if more := options.keys() - {"timeout", "backend"}:
+            told = f"{', '.join(sorted(more))}: of simulated ranks, not of processes=True"
+            pytest.fail(told, pytrace=False)
+        processes.run_on_processes(pyfuncitem, marker.args[0], **options)
+        return True
     fn, names = pyfuncitem.obj, pyfuncitem._fixtureinfo.argnames
     given = {name: pyfuncitem.funcargs[name] for name in names}
 
@@ -90,5 +110,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             return asyncio.run(made)
         return made
 
-    World(marker.args[0], **marker.kwargs).run(body)
+    if on_processes:
+        processes.run_body(body)
+    else:
+        World(marker.args[0], **options).run(body)
     return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if processes.is_rank():
+        processes.write_report(report)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +66,3 @@ def _read(name: str) -> Machine:
 @lru_cache(maxsize=16)
 def _cached(name: str, _changed: Any) -> Machine:
     return Machine.preset(name)
-
-
-def is_machine(value: Any) -> bool:
-    """Can a setting have it: a Machine, the name of one, a file?"""
-    return isinstance(value, (Machine, str, Path))

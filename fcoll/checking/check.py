@@ -23,7 +23,7 @@ from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, trans
 from fcoll.checking.provenance import origins_of
 from fcoll.checking.values import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, DataDependent, FcollError
-from fcoll.graph.issued import Issued, describe, with_sizes
+from fcoll.graph.issued import Issued, describe, why_none, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.peers import Board
@@ -86,10 +86,11 @@ class Checked:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         who = f"all {world} ranks" if self.all_ranks else f"{traced} of {world} ranks, those traced"
         groups = "1 group" if self.groups == 1 else f"{self.groups} groups"
-        lines = [
-            f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {self.calls} "
-            f"collectives on {groups} match, every send meets its receive, no deadlock"
-        ]
+        match = (
+            f"{self.calls} collectives on {groups} match, every send meets its receive, no deadlock"
+        )
+        told = match if self.calls else f"nothing to compare, no collectives: {why_none(self.mesh)}"
+        lines = [f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {told}"]
         if traced < world:
             lines.append(f"traced: {', '.join(map(str, self.ranks_traced))}; {self._others()}")
         if self.values:

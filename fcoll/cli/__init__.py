@@ -13,7 +13,11 @@ from fcoll.cli.parser import parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code. Help and mistakes in the arguments are told without torch."""
-    args = parser().parse_args(argv)
+    made = parser()
+    args = made.parse_args(argv)
+    if args.command is None:  # as git, ruff and uv do: the help, and the code of a mistake
+        made.print_help(sys.stderr)
+        return 2
 
     from fcoll.cli.commands import run
 

@@ -158,6 +158,16 @@ def _diff(args: argparse.Namespace) -> int:
     return FINE if found.same else FOUND
 
 
+def _why(args: argparse.Namespace) -> int:
+    from fcoll.checking.hangs import why
+
+    build = _build_of(args) if args.target else None
+    with progress("reading", args.quiet), redirect_stdout(sys.stderr):
+        found = why(args.dumps, build, args.mesh)
+    _print(args, found.to_dict(), lambda: str(found))
+    return FINE if found.ok else FOUND
+
+
 def _scale(args: argparse.Namespace) -> int:
     from fcoll.report import scaling
     from fcoll.report.scale import scale, sizes_from
@@ -370,6 +380,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,
+    "why": _why,
     "machines": _machines,
     "collectives": _collectives,
     "build": _build,

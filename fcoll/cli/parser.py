@@ -23,6 +23,7 @@ COMMANDS = {
     "schedule": "Plan the order of a step by several schedulers, and compare what they are worth.",
     "calibrate": "Measure this machine (about a minute), so that --machine local predicts it.",
     "diff": "Compare the collectives of two saved traces; exit code 1 if they differ.",
+    "why": ("Say from flight records which rank waits for which, and the first call that differs."),
     "machines": (
         "List the machines that --machine knows; with --prices what collectives cost on one."
     ),
@@ -175,6 +176,12 @@ example:
   fcoll report train.py:build --mesh dp=8 --save before.json    # change the model, save after.json
   fcoll diff before.json after.json
 """,
+    "why": """
+examples:
+  TORCH_FR_DUMP_TEMP_FILE=/tmp/job/rank_ torchrun --nproc-per-node 2 train.py
+  fcoll why /tmp/job                                             # exit code 1 if it found something
+  fcoll why /tmp/job --program train.py:build --mesh dp=2        # and which call is expected there
+""",
 }
 
 
@@ -193,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("fcoll", description=about, epilog=_CODES, formatter_class=raw)
     made.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
     made.add_argument("--debug", action="store_true", help=_DEBUG)
-    subparsers = made.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = made.add_subparsers(dest="command", metavar="command")
     for name, text in COMMANDS.items():
         more = (
             _TARGET if name in ("report", "check", "scale", "timeline", "schedule") else ""
@@ -317,6 +324,14 @@ def _diff(command: argparse.ArgumentParser) -> None:
     command.add_argument("after")
 
 
+def _why(command: argparse.ArgumentParser) -> None:
+    command.add_argument("dumps", nargs="+", help="the folder, or the files, that ranks wrote")
+    what = "the program that ran, pkg.mod:build or file.py:build"
+    command.add_argument("--program", dest="target", metavar="TARGET", help=what)
+    command.add_argument("--mesh", type=_mesh, metavar="dp=4,tp=2", help="its axes and their sizes")
+    command.set_defaults(demo=None)
+
+
 def _machines(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--prices", metavar="NAME", help="times of a machine's collectives by form"
@@ -332,5 +347,6 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "schedule": _schedule,
     "calibrate": _calibrate,
     "diff": _diff,
+    "why": _why,
     "machines": _machines,
 }

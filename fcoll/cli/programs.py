@@ -14,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fcoll import source
 from fcoll.cli.demos import DEMOS
 from fcoll.errors import BadTarget, BadTraceFile
-from fcoll.source import is_library, show
-from fcoll.tracing import values
 from fcoll.tracing.trace import Trace
 
 #: build(mesh) -> (fn, args)
@@ -95,7 +94,7 @@ def _checked(build: Build, target: str) -> Build:
 
 def _defined_at(fn: Any) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    return show((code.co_filename, code.co_firstlineno)) if code else type(fn).__name__
+    return source.show((code.co_filename, code.co_firstlineno)) if code else type(fn).__name__
 
 
 def _shown(made: Any) -> str:
@@ -106,9 +105,9 @@ def _shown(made: Any) -> str:
 
 def line_of(error: BaseException) -> str:
     """The user's line that an error comes from, "train.py:31"; empty if there is none."""
-    if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
-        return show((error.filename, error.lineno or 1))
-    return values.line_of(error)
+    if isinstance(error, SyntaxError) and error.filename and not source.is_library(error.filename):
+        return source.show((error.filename, error.lineno or 1))
+    return source.line_of(error)
 
 
 def read_trace(path: str) -> Trace:

@@ -67,13 +67,14 @@ def now_and_then(tell: Callable[[str], None]) -> Callable[[int, int], None]:
 
 @contextmanager
 def drawn_tables() -> Iterator[None]:
-    """Inside, rich draws the tables that are printed on a terminal."""
-    if sys.stdout.isatty() and find_spec("rich"):
-        units.draw = _draw
+    """Inside, rich draws the tables that are printed on a terminal, and alarms are red there."""
+    if sys.stdout.isatty():
+        units.draw = _draw if find_spec("rich") else None
+        units.on_terminal = not os.environ.get("NO_COLOR")
     try:
         yield
     finally:
-        units.draw = None
+        units.draw, units.on_terminal = None, False
 
 
 class _Line:

@@ -139,6 +139,17 @@ class Machine:
         if self.form not in known:
             raise BadOption(op="Machine", arg="form", value=self.form, known=", ".join(known[1:]))
 
+    def too_small_for(self, nbytes: float) -> str:
+        """Words for a step that holds more than a rank's memory; empty if it fits, or if nothing is
+        known of the memory. ``memory_gb`` is as data sheets have it, in units of 2^30 bytes.
+
+        >>> Machine.of("h100").too_small_for(90 << 30), Machine.of("h100").too_small_for(80 << 30)
+        ('more than the 80 GiB of h100', '')
+        """
+        if self.memory_gb is None or nbytes <= self.memory_gb * 2**30:
+            return ""
+        return f"more than the {self.memory_gb:g} GiB of {self.name}"
+
     @staticmethod
     def of(machine: Machine | str | Path) -> Machine:
         """A machine as it is, by the name of a preset, or from a TOML file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import sympy
@@ -17,7 +18,7 @@ from fcoll.graph.nodes import arguments, collectives, origin_of, waits_of
 from fcoll.graph.origin import Frames
 from fcoll.graph.sizes import Hints
 from fcoll.groups import Group, by_name
-from fcoll.source import show
+from fcoll.source import line_in, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.transport.messages import PLAIN
@@ -95,13 +96,21 @@ def messages_of(call: Issued) -> Iterator[tuple[bool, int, int]]:
 
 def collectives_of(graph_module: fx.GraphModule, here: Frames = ()) -> tuple[Issued, ...]:
     """The collectives of a recorded graph; ``here`` is where those without a line are from."""
-    line = cache(show)  # a step's collectives are from few lines, and paths take long to shorten
+    lines = cache(_lines_in)  # a step's calls are from few lines, and paths take long to shorten
     starts = enumerate(collectives(graph_module.graph))
-    return tuple(_issued(i, node, row, here, line) for i, (node, row) in starts)
+    return tuple(_issued(i, node, row, here, lines) for i, (node, row) in starts)
+
+
+Lines = tuple[str, tuple[str, ...]]
+
+
+def _lines_in(frames: Frames) -> Lines:
+    """The user's line, and those of the whole stack."""
+    return line_in(frames), tuple(map(show, frames))
 
 
 def _issued(
-    id: int, node: fx.Node, row: Collective, here: Frames, line: Callable[[Any], str]
+    id: int, node: fx.Node, row: Collective, here: Frames, lines: Callable[[Frames], Lines]
 ) -> Issued:
     tensors: list[Tensor] = []
     others: dict[str, Any] = {}
@@ -114,7 +123,7 @@ def _issued(
             others[name] = _tags(value) if name in ("tag", "tag_list") else value
     results = [x for x in _leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     origin, (group, instance) = origin_of(node), _group_of(node)
-    frames = origin.frames or here
+    source, stack = lines(origin.frames or here)
     waits = waits_of(node)
     return Issued(
         id=id,
@@ -128,11 +137,11 @@ def _issued(
         bytes=_larger(_bytes(tensors), _bytes(results)),
         args=others,
         phase=origin.phase,
-        source=line(frames[-1]) if frames else "",
+        source=source,
         module=origin.module,
         start=node.name,
         wait=waits[0].name if waits else None,
-        stack=tuple(map(line, frames)),
+        stack=stack,
         instance=instance,
     )
 
@@ -159,6 +168,24 @@ def _group_of(node: fx.Node) -> tuple[Group, int]:
     except FcollError:
         ranks = tuple(range(given.get("group_size") or 0))
         return Group(name, ranks, 0, None, name, ()), 0
+
+
+def why_none(mesh: Mapping[str, int]) -> str:
+    """Of a step that issues no collectives: why that may be, and what to do.
+
+    >>> why_none({"dp": 1})
+    'one rank has nobody to send to. Name a larger world: --mesh dp=8'
+    """
+    if mesh and prod(mesh.values()) == 1:
+        axis = next(iter(mesh))
+        return f"one rank has nobody to send to. Name a larger world: --mesh {axis}=8"
+    over = " over " + ", ".join(f"{axis}={n}" for axis, n in mesh.items()) if mesh else ""
+    return (
+        f"nothing is sharded or reduced{over}, each rank runs the whole step by itself. "
+        "Give the mesh to what shards the model (fully_shard, parallelize_module, "
+        "DistributedDataParallel), or call a collective in the step; a plan whose names match no "
+        "module shards nothing"
+    )
 
 
 def describe(call: Issued) -> str:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from fcoll.graph import _torch
 from fcoll.graph.origin import Origin
-from fcoll.source import show, user_frames
+from fcoll.source import line_in, user_frames
 from fcoll.table.collectives import row_named
 from fcoll.table.row import Collective
 
@@ -121,8 +121,7 @@ def has_named_group(node: Node) -> bool:
 
 def line_of(node: Node) -> str:
     """ "model.py:31": the user's line that led to a node; empty if none is known."""
-    frames = user_frames(node.meta.get("stack_trace"))
-    return show(frames[-1]) if frames else ""
+    return line_in(user_frames(node.meta.get("stack_trace")))
 
 
 def describe(node: Node) -> str:

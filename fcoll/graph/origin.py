@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fcoll.source import Site, show
+from fcoll.source import Frames, line_in
 
 PHASES = ("fwd", "bwd", "opt")
-Frames = tuple[Site, ...]
 
 
 @dataclass(frozen=True)
@@ -21,4 +20,4 @@ class Origin:
     @property
     def source(self) -> str:
         """The user's line, "model.py:31"."""
-        return show(self.frames[-1]) if self.frames else ""
+        return line_in(self.frames)

@@ -19,6 +19,7 @@ from fcoll.errors import BadOption, MissingSize
 from fcoll.graph import _torch
 from fcoll.graph.nodes import SPLITS, arguments, row_of_node, tensors_of
 from fcoll.graph.origin import Origin
+from fcoll.source import lines_in
 from fcoll.table.row import Collective
 
 
@@ -80,12 +81,16 @@ def by_symbol(given: Mapping[str, int], lines: Mapping[str, str]) -> dict[str, i
         if key in lines or not lines:
             named[key] = size
             continue
-        at = [name for name, line in lines.items() if line == key or line.endswith("/" + key)]
+        at = [name for name, line in lines.items() if _is_named(key, line)]
         if not at:
             known = ", ".join(f"{name} ({line})" for name, line in list(lines.items())[:SHOWN])
             raise BadOption(op="trace", arg="sizes", value=key, known=known)
         found |= dict.fromkeys(at, size)
     return found | named
+
+
+def _is_named(key: str, source: str) -> bool:
+    return any(line == key or line.endswith("/" + key) for line in lines_in(source))
 
 
 def to_text(expr: Any) -> str:

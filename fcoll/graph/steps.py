@@ -22,7 +22,7 @@ from fcoll.graph import _torch
 from fcoll.graph.nodes import effect_of, origin_of, row_of_node, tensors_of
 from fcoll.graph.sizes import Hints
 from fcoll.graph.sizes import sizes_of as sizes_of
-from fcoll.source import show
+from fcoll.source import line_in
 from fcoll.table.row import Expr
 
 #: node -> (source line, module path, phase)
@@ -84,10 +84,10 @@ def input_bytes(graph_module: GraphModule) -> int:
 def _origin(node: Node) -> tuple[str, str, str]:
     """What a trace wrote down of a node."""
     origin = origin_of(node)
-    return _show(origin.frames[-1]) if origin.frames else "", origin.module, origin.phase
+    return _line_in(origin.frames), origin.module, origin.phase
 
 
-_show = cache(show)  # a step's nodes are from few lines, and paths take long to shorten
+_line_in = cache(line_in)  # a step's nodes are from few lines, and paths take long to shorten
 
 
 def _nbytes(node: Node) -> Any:

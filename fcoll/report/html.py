@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import linecache
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -16,6 +15,7 @@ from fcoll.report.layouts import section
 from fcoll.report.summary import gain, moves, tail_us, verdict
 from fcoll.report.why import CAUSES, Why, reasons
 from fcoll.scheduling.timeline import Timeline
+from fcoll.source import lines_in, site_of
 from fcoll.units import show_bytes
 
 # The page's parts, in the order in which its script reads them.
@@ -68,12 +68,19 @@ def _page() -> str:
     return page.replace("/*STYLE*/", style, 1).replace("/*SCRIPT*/", script, 1)
 
 
-def source_text(source: str) -> list[tuple[int, str, bool]]:
-    """(number, text, is it the one) of the lines around "model.py:31", if the file is here."""
-    filename, _, number = source.rpartition(":")
-    if not number.isdigit() or not os.path.isfile(filename):
+def source_text(source: str) -> list[tuple[int | str, str, bool]]:
+    """(number, text, is it the one) of the lines around "model.py:31", if the file is here; of a
+    call in a library, of both lines, each below its name."""
+    lines = lines_in(source)
+    heads = [[("", line, False)] if len(lines) > 1 else [] for line in lines]
+    return [row for line, head in zip(lines, heads, strict=True) for row in [*head, *_around(line)]]
+
+
+def _around(line: str) -> list[tuple[int | str, str, bool]]:
+    site = site_of(line)
+    if site is None:
         return []
-    here, text = int(number), linecache.getlines(filename)
+    here, text = site[1], linecache.getlines(site[0])
     near = range(max(1, here - CONTEXT), min(len(text), here + CONTEXT) + 1)
     return [(i, text[i - 1].rstrip()[:160], i == here) for i in near]
 
@@ -101,6 +108,7 @@ def _data(line: Timeline) -> dict[str, Any]:
         "tail_us": _us(tail_us(line)),
         "host_us": _us(sum(s.us for s in line.host_waits)),
         "peak_bytes": line.peak_bytes,
+        "over": line.machine.too_small_for(line.peak_bytes),
         "collectives_count": len(line.collectives),
         "streams": list(line.streams),
         "spans": spans,

@@ -34,6 +34,7 @@ class Point:
     wire_bytes: float  # that a rank sends
     peak_bytes: int
     collectives: int
+    over: str = ""  # "more than the 80 GiB of h100", where it does not fit
 
     @property
     def exposed_share(self) -> float:
@@ -141,6 +142,7 @@ def _point(line: Timeline, size: int, axes: Mapping[str, int], wire_bytes: float
         wire_bytes=float(wire_bytes),
         peak_bytes=line.peak_bytes,
         collectives=len(line.collectives),
+        over=line.machine.too_small_for(line.peak_bytes),
     )
 
 

@@ -8,7 +8,7 @@ from html import escape
 
 from fcoll.report.scale import Point
 from fcoll.report.svg import STYLE
-from fcoll.units import show_bytes, show_us, table
+from fcoll.units import alarm, show_bytes, show_us, table
 
 BAR = 28
 
@@ -32,6 +32,7 @@ def render(points: Sequence[Point], axis: str, failed: Mapping[int, str] | None 
         for p in points
     ]
     lines = [*table([head, *cells], ">>>>>>>><"), "", "█ compute  ░ exposed communication"]
+    lines += [alarm(f"{axis}={p.size} does not fit: {p.over}") for p in points if p.over]
     return "\n".join([*lines, *(f"{axis}={n} failed: {why}" for n, why in (failed or {}).items())])
 
 

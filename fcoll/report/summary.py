@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fcoll.graph.issued import why_none
 from fcoll.report.why import Why, main_cause, reasons
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes, show_us
@@ -136,10 +137,17 @@ def _size(value: Any) -> Any:
 
 
 def verdict(line: Timeline) -> str:
-    """One line: "65% of the step is exposed communication; largest: model.py:31"."""
+    """One line: "65% of the step is exposed communication; largest: model.py:31". A step that does
+    not fit into the machine's memory is told first."""
+    over = line.machine.too_small_for(line.peak_bytes)
+    fits = f"does not fit: {show_bytes(line.peak_bytes)} is {over}. " if over else ""
+    return fits + _verdict(line)
+
+
+def _verdict(line: Timeline) -> str:
     found = rows(line)
     if not found:
-        return "the step has no collectives"
+        return f"the step has no collectives: {why_none(line.mesh)}"
     if line.exposed_share < 0.005:
         return "all communication is hidden behind compute"
     largest = by_source(found)[0][0]
@@ -167,6 +175,7 @@ def as_dict(line: Timeline, why: Mapping[int, Why] | None = None) -> dict[str, A
         "exposed_share": line.exposed_share,
         "communication_us": sum(line.hidden_us.values()) + line.exposed_total_us,
         "peak_bytes": line.peak_bytes,
+        "fits": not line.machine.too_small_for(line.peak_bytes),
         "collectives": len(line.collectives),
         "verdict": verdict(line),
         "rows": [

@@ -17,10 +17,11 @@ STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #14181f; } .soft { fill: #5b6472; }
 .title { font-size: 14px; font-weight: 600; } .page { fill: #ffffff; } .lane { fill: #edf0f3; }
 .matmul { fill: #4a6fa5; } .other { fill: #9db4d3; } .hidden { fill: #3f9d7a; }
-.exposed { fill: #d9552c; } .blocked { fill: #f7d9cd; }
+.exposed { fill: #d9552c; } .alarm { fill: #c62828; } .blocked { fill: #f7d9cd; }
 .memory { fill: #7a5ea833; stroke: #7a5ea8; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e8ebef; } .soft { fill: #98a2b0; } .page { fill: #181c22; } .lane { fill: #22272f; }
+  .alarm { fill: #ff6b6b; }
   .matmul { fill: #6e97d4; } .other { fill: #48628a; } .blocked { fill: #4a2a1e; }
 }
 """
@@ -116,11 +117,12 @@ def _memory(line: Timeline, scale: float, y: float, most: int) -> list[str]:
         level = low - tall * nbytes / (most or 1)
         outline.append(f"H{LEFT + us * scale:.2f}V{level:.1f}")
     outline.append(f"H{LEFT + line.step_us * scale:.2f}V{low:.1f}Z")
-    peak = f"peak {show_bytes(line.peak_bytes)}"
+    over = line.machine.too_small_for(line.peak_bytes)
+    peak = f"peak {show_bytes(line.peak_bytes)}{over and ', ' + over}"
     return [
         f'<text x="16" y="{low - tall / 2 + 4:.0f}">memory</text>',
         f'<path class="memory" d="{"".join(outline)}"/>',
-        f'<text class="soft" x="{LEFT + 4}" y="{y + 8:.0f}">{peak}</text>',
+        f'<text class="{"alarm" if over else "soft"}" x="{LEFT + 4}" y="{y + 8:.0f}">{peak}</text>',
     ]
 
 

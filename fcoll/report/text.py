@@ -9,7 +9,7 @@ from fcoll.report.advice import TOP, Advice
 from fcoll.report.summary import Moved, Row, gain, moves, rows, tail_us, verdict
 from fcoll.report.why import Why
 from fcoll.scheduling.timeline import Timeline, busy_us
-from fcoll.units import show_bytes, show_us, table
+from fcoll.units import alarm, show_bytes, show_us, table
 
 HEAD = (
     *("collective", "axis", "n", "phase", "count", "bytes", "form", "time", "exposed", ""),
@@ -47,7 +47,12 @@ def render(
         rest = found[top:]
         exposed = show_us(sum(r.exposed_us for r in rest))
         parts.append(f"... and {len(rest)} more lines with {exposed} exposed")
-    return "\n".join([*parts, *_buckets(line, top), "", verdict(line)])
+    return "\n".join([*parts, *_buckets(line, top), "", _verdict(line)])
+
+
+def _verdict(line: Timeline) -> str:
+    told = verdict(line)
+    return alarm(told) if line.machine.too_small_for(line.peak_bytes) else told
 
 
 def _summary(line: Timeline) -> list[str]:
@@ -62,8 +67,13 @@ def _summary(line: Timeline) -> list[str]:
         f"{line.machine.name}, {mesh}, rank {line.rank}: {count} collective{'s' * (count != 1)}",
         f"step {show_us(line.step_us)} = compute {show_us(line.compute_us)} + "
         f"exposed {show_us(line.exposed_total_us)}{share}{host}{_tail(line)}",
-        f"communication: {streams}; peak memory {show_bytes(line.peak_bytes)}",
+        f"communication: {streams}; peak memory {_peak(line)}",
     ]
+
+
+def _peak(line: Timeline) -> str:
+    shown, over = show_bytes(line.peak_bytes), line.machine.too_small_for(line.peak_bytes)
+    return alarm(f"{shown}, {over}") if over else shown
 
 
 def _tail(line: Timeline) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fcoll.simulation.settings import Settings
-from fcoll.source import Site, user_site
+from fcoll.source import Frames, user_sites
 
 
 class RankStopped(BaseException):
@@ -50,7 +50,7 @@ class Rank:
     lock: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
     awaits: Awaited | None = None
-    site: Site | None = None  # where it waits
+    sites: Frames = ()  # where it waits
     queued: bool = False
     ended: bool = False
     error: BaseException | None = None  # raised where it waits, once
@@ -68,7 +68,7 @@ class Rank:
             self.settle()
             if awaited.ready():
                 return
-            self.awaits, self.site = awaited, user_site()
+            self.awaits, self.sites = awaited, user_sites()
             self.baton.give_up(self)
             self.awaits = None
             error, self.error = self.error, None

@@ -14,6 +14,7 @@ import torch
 
 from fcoll.eager import async_tensor
 from fcoll.errors import BadOption, RankFailed, RanksTimeout, ran
+from fcoll.lobby import torchrun_variables
 from fcoll.simulation import _torch, world
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault
@@ -21,7 +22,7 @@ from fcoll.simulation.reports import never_waited_for
 from fcoll.simulation.schedules import Choices, Schedule
 from fcoll.simulation.session import RankKilled, Session
 from fcoll.simulation.settings import Settings
-from fcoll.source import is_library, show
+from fcoll.source import show, sites_from
 
 SLICE_S = 0.2  # of a wait for all ranks
 CALL_S = 0.1  # for a rank to make its next call, in which it ends
@@ -90,7 +91,7 @@ def run(
     results: list[Any] = [None] * session.n
     caller, threads = Settings.now(generators), torch.get_num_threads()
     unwaited = async_tensor.unwaited()
-    with world.in_force(), world.environment(session.n):
+    with world.in_force(), torchrun_variables(session.n):
         try:
             for number in range(session.n):
                 rank = Rank(number, session.baton, caller.for_rank(number), session)
@@ -170,9 +171,8 @@ def _line_in(rank: Rank) -> str:
     """The user's line that the thread of a rank is in."""
     ident = rank.thread.ident if rank.thread is not None else None
     frame = sys._current_frames().get(ident) if ident is not None else None
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f", at {show((frame.f_code.co_filename, frame.f_lineno))}"
+    line = show(*sites_from(frame))
+    return f", at {line}" if line else ""
 
 
 def _interrupt(session: Session) -> None:

@@ -30,7 +30,7 @@ def deadlock(ranks: Sequence[Rank], killed: Collection[int], notes: Sequence[str
 
 def _line(rank: Rank, killed: Collection[int]) -> str:
     if rank.awaits is not None:
-        shown, at = str(rank.awaits), show(rank.site) if rank.site else ""
+        shown, at = str(rank.awaits), show(*rank.sites)
         here = f", waited for at {at}" if at and not shown.endswith(f" at {at}") else ""
         return f"  rank {rank.number} waits in {shown}{here}{names(rank.awaits.missing())}"
     done = "was killed" if rank.number in killed else "has ended" if rank.ended else "is ready"

@@ -16,7 +16,7 @@ from fcoll.simulation.reports import deadlock, names
 from fcoll.simulation.schedules import Choices
 from fcoll.simulation.store import SimulatedStore
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import show, user_site
+from fcoll.source import show, user_sites
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's, of a group
 POLLS = 1_000  # of each rank, in a row: looks at what does not change are a deadlock
@@ -78,7 +78,7 @@ class Session:
         """A rank makes a group of this name, by which its members find one another in the store.
         Names are numbers of groups that a rank has made: groups that share one would mix up their
         members, unless each is of one rank, which looks for nobody."""
-        line = show(site) if (site := user_site()) else "?"
+        line = show(*user_sites()) or "?"
         made = ranks, me.number, f"rank {me.number} makes a group of {list(ranks)}, at {line}"
         first = self._named.setdefault((name, me.world.inits), made)
         if first[0] != ranks and max(len(first[0]), len(ranks)) > 1:
@@ -118,7 +118,7 @@ class Session:
             raise RankStopped
         self._polls += 1
         if self._polls > POLLS * self.n:
-            me.awaits, me.site = awaited, user_site()  # for the report
+            me.awaits, me.sites = awaited, user_sites()  # for the report
             error = self._report()
             me.awaits = None
             self.fail(error, None)

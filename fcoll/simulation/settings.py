@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fcoll.lobby import RANK_VARIABLES
 from fcoll.simulation import _torch
 
 
@@ -36,13 +37,13 @@ class Settings:
             torch.get_default_dtype(),
             warnings.filters,  # type: ignore[arg-type]
             warnings.showwarning,
-            {name: os.environ.get(name) for name in _torch.RANK_VARIABLES},
+            {name: os.environ.get(name) for name in RANK_VARIABLES},
             _other_generators() if generators else None,
         )
 
     def for_rank(self, number: int) -> Settings:
         """What a rank begins with: a copy of the caller's, as a forked process does."""
-        env: dict[str, str | None] = dict.fromkeys(_torch.RANK_VARIABLES, str(number))
+        env: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES, str(number))
         filters = list(self.filters)
         return Settings(self.rng, self.dtype, filters, self.show_warning, env, self.others)
 

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fcoll._torch import add_kernel
+from fcoll._torch import FakeWork
 from fcoll._torch import op_name as op_name
+from fcoll._torch import unboxed_group as unboxed_group
 from fcoll.graph._torch import call_arguments as call_arguments
 from fcoll.imports import private, private_names, say_what_is_missing
 
@@ -30,7 +31,6 @@ class _Never(Exception):
     """In the place of an exception that this version of torch does not have."""
 
 
-FakeWork = private("torch._C._distributed_c10d", "FakeWork")
 TracingContext, detect_fake_mode = private_names(
     "torch._guards", "TracingContext", "detect_fake_mode"
 )
@@ -197,15 +197,6 @@ def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     finally:
         for cls, original in zip(classes, originals, strict=True):
             cls.wait = original  # type: ignore[method-assign]
-
-
-def _gather_into_tensor(output: Any, input: Any, group: Any, *options: Any) -> Any:
-    """On fake tensors c10d's ops only give a handle. Of this one, of dist.gather_single from torch
-    2.14 on, torch has no such kernel."""
-    return output, dist.Work.boxed(FakeWork())
-
-
-add_kernel("c10d", "gather_into_tensor_", "Meta", _gather_into_tensor)
 
 
 @contextmanager
@@ -588,18 +579,6 @@ def group_instance(group_name: str) -> int:
     ranks = c10d._world.pg_group_ranks
     alike = [other for other in ranks if ranks[other] == ranks[pg]]
     return alike.index(pg)
-
-
-def boxed_group(group: Any) -> tuple[str, int]:
-    """Name and size of a group as the ops of c10d take it."""
-    pg = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-    return pg.group_name, pg.size()
-
-
-def boxed_reduce_op(op: Any) -> str:
-    """The name of a reduce op as the ops of c10d take it."""
-    names = {int(value): name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
-    return names[int(op.op())].lower()
 
 
 def dispatch_modes() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll.groups import by_name, rank_answers
-from fcoll.source import is_library
+from fcoll.lobby import RANK_VARIABLES
+from fcoll.source import is_library, is_pythons
 from fcoll.tracing import _torch
 from fcoll.tracing.alike import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks
 
@@ -51,7 +53,32 @@ def asking(alike: Alike) -> Iterator[None]:
         stack.enter_context(_torch.group_ranks_replaced(groups))
         stack.enter_context(_torch.around_shares(alike.shares))
         stack.enter_context(_numbers_in_tensors(alike))
+        stack.enter_context(_variables(alike))
         yield
+
+
+@contextmanager
+def _variables(alike: Alike) -> Iterator[None]:
+    """Inside, a rank that is read from torchrun's variables is text, of which nothing more can be
+    asked: what the program then does is known of this rank alone."""
+    kind = type(os.environ)
+    read = kind.__getitem__
+
+    def item(variables: Any, name: str) -> str:
+        if name in RANK_VARIABLES and not _reads_for_itself():
+            alike.only_me()
+        return read(variables, name)
+
+    with _torch.replaced(kind, {"__getitem__": item}):
+        yield
+
+
+def _reads_for_itself() -> bool:
+    """Is it torch or fcoll that reads a variable?"""
+    frame = _asker()
+    while frame is not None and is_pythons(frame.f_code.co_filename):  # os.getenv, dict.get
+        frame = frame.f_back
+    return frame is not None and is_library(frame.f_code.co_filename)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcoll import _torch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
+from fcoll.lobby import torchrun_variables
 from fcoll.tracing import ddp
 from fcoll.tracing._torch import around_axes, around_new_groups
 from fcoll.tracing.values import user_line
@@ -24,8 +25,9 @@ _active: list[fake_world] = []
 class fake_world:
     """A context manager that gives a DeviceMesh with these axes, as rank ``rank`` sees it.
 
-    Inside, torch.distributed is initialized with a group for all ranks and one for each axis. At
-    the end everything is as it was, another process group of the program included. Worlds nest.
+    Inside, torch.distributed is initialized with a group for all ranks and one for each axis, and
+    torchrun's variables (RANK, WORLD_SIZE, ...) are those of a world on one host. At the end all is
+    as it was, another process group of the program included. Worlds nest.
 
     >>> with fcoll.fake_world(dp=4, tp=2, rank=3) as mesh:
     ...     mesh.get_coordinate(), mesh["tp"].size(), torch.distributed.get_world_size()
@@ -50,6 +52,7 @@ class fake_world:
         with ExitStack() as stack:
             stack.enter_context(_torch.fresh_world())
             stack.enter_context(ddp.made())
+            stack.enter_context(torchrun_variables(self.size, self.rank))
             mesh = self._mesh()
             _active.append(self)
             stack.callback(_active.pop)

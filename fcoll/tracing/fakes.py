@@ -17,6 +17,7 @@ from fcoll.source import is_library
 from fcoll.table.collectives import row_of
 from fcoll.tracing import _torch
 from fcoll.tracing.pipelines import is_of_pipeline
+from fcoll.tracing.shape_rules import lacks_dtype
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
 _LIMIT = 200_000  # objects looked at, for programs that hold a large data set
@@ -111,15 +112,15 @@ def _held_by(x: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any]]:
-    if is_library(fn.__code__.co_filename):
-        return
     yield None, None, getattr(fn, "__wrapped__", None)
-    yield from ((None, None, x) for x in fn.__defaults__ or ())
     for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             yield _Cell(cell), variable, cell.cell_contents
         except ValueError:  # not yet assigned
             continue
+    if is_library(fn.__code__.co_filename):  # as torch.no_grad() makes of a step: no more is its
+        return
+    yield from ((None, None, x) for x in fn.__defaults__ or ())
     for variable in _names_in(fn.__code__):
         if variable in fn.__globals__:
             yield fn.__globals__, variable, fn.__globals__[variable]
@@ -304,20 +305,29 @@ class Results:
         key: list[Any] = [func, torch.get_default_dtype()]
         tensors: list[Tensor] = []
         if not (self._add(key, tensors, args) and self._add(key, tensors, kwargs)):
-            return func(*args, **kwargs)
+            return self._ask(func, args, kwargs)
         frozen = tuple(key)
         try:
             kept = self._kept[frozen]
         except KeyError:
-            out = func(*args, **kwargs)
+            out = self._ask(func, args, kwargs)
             self._kept[frozen] = self._entry(func, tensors, out)
             return out
         if kept is None:
-            return func(*args, **kwargs)
+            return self._ask(func, args, kwargs)
         if kept.same_as is not None:
             return tensors[kept.same_as]
         made = [self._made(like, tensors) for like in kept.likes]
         return tuple(made) if kept.is_tuple else made[0]
+
+    @staticmethod
+    def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if (told := lacks_dtype(func, args, kwargs, error)) is not None:
+                raise told from error
+            raise
 
     def _add(self, key: list[Any], tensors: list[Tensor], x: Any) -> bool:
         """Add what x is to the key; is it known well enough?"""

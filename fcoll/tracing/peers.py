@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fcoll.errors import Deadlock, UnmatchedTransfer, ran
+from fcoll.tracing import singletons
 from fcoll.tracing.alike import Alike
 from fcoll.tracing.asking import asking
 from fcoll.tracing.fake_world import fake_world, new_groups_noted
@@ -50,6 +51,7 @@ class Board:
     def _run(
         self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
+        world.enter_context(singletons.as_before())
         with talking(Talk(self.said, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with asking(alike) if alike is not None else nullcontext():

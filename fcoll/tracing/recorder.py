@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_map
 
-from fcoll.errors import GroupDestroyed, UnknownCollective, UnknownGroup
+from fcoll.errors import GroupDestroyed, UnknownGroup
 from fcoll.graph.origin import PHASES, Frames, Origin
 from fcoll.groups import Group, by_name, group_name
 from fcoll.source import current_part, is_library
@@ -136,14 +136,13 @@ class Recorder(_torch.TorchDispatchMode):
         """An in-place op of torch.distributed: the table's ops in its place, and a wait at once or,
         where the program has a handle, when it waits for it, at the latest before the first use
         of the result."""
+        if (op := c10d.op_of(func)) is None:
+            return None
         with self:
-            started = c10d.start(func, args, kwargs)
-            if started is None:
-                raise UnknownCollective(op=_torch.op_name(func))
-            pending, at_once = started
+            pending, at_once = c10d.start(op, args, kwargs)
             if at_once:
                 pending.complete()
-        out = func(*args, **kwargs)  # for the handle that it returns
+        out = op.returned(args)  # with a handle
         if not at_once:
             self._pending.update(dict.fromkeys(pending.storages(), pending))
             if (work := _torch.work_of(out)) is not None:

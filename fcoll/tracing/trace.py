@@ -23,17 +23,17 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import BadOption, DataDependent, UntraceableDDP, ran
-from fcoll.graph.issued import Issued, collectives_of
+from fcoll.graph.issued import Issued, collectives_of, why_none
 from fcoll.graph.sizes import born_at, by_symbol, from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
-from fcoll.source import Site, is_library
+from fcoll.source import Site, is_library, line_of
 from fcoll.tracing import _torch, ddp
 from fcoll.tracing.compiled import compiled
 from fcoll.tracing.fake_world import NewGroup, current_axes, new_groups_noted
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import CompiledRecorder, Recorder, others_paused, parts_of
-from fcoll.tracing.values import Values, line_of
+from fcoll.tracing.values import Values
 from fcoll.tracing.variants import settled
 from fcoll.units import show_bytes, table
 
@@ -159,7 +159,8 @@ class Trace:
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items()) or "no mesh"
         head = f"rank {self.rank} of {mesh}: {len(self.collectives)} collectives"
-        return "\n".join([head, *_table(self.collectives), *self.notes])
+        shown = _table(self.collectives) if self.collectives else [why_none(self.mesh)]
+        return "\n".join([head, *shown, *self.notes])
 
     def __repr__(self) -> str:
         return f"Trace({len(self.collectives)} collectives, rank={self.rank}, mesh={self.mesh})"

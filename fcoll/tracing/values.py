@@ -7,19 +7,15 @@ either asks the run's Values, which has the answers that this run of the step is
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from traceback import walk_tb
-from types import FrameType
 from typing import Any
 
 import numpy
 
+from fcoll import source
 from fcoll.errors import DataDependent
-from fcoll.source import Site, is_library, show
 
 MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
 
@@ -104,35 +100,7 @@ class Values:
 
 def user_line() -> str:
     """The line of the program that runs now, "model.py:31"."""
-    frame: FrameType | None = sys._getframe(1)
-    sites = []
-    while frame is not None:
-        sites.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return nearest(sites) or "an unknown line"
-
-
-def line_of(error: BaseException) -> str:
-    """The line of the program that an error was raised from; empty if there is none."""
-    sites = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
-    return nearest(reversed(sites))
-
-
-def nearest(sites: Iterable[Site]) -> str:
-    """The first of the sites that is the program's: not torch's, fcoll's or Python's own; of an
-    installed package only if there is no other."""
-    mine = [site for site in sites if not is_library(site[0]) and not _is_pythons(site[0])]
-    own = (site for site in mine if not site[0].startswith(_PACKAGES))
-    found = next(own, mine[0] if mine else None)
-    return show(found) if found else ""
-
-
-def _is_pythons(filename: str) -> bool:
-    return filename.startswith(_STDLIB) and not filename.startswith(_PACKAGES)
-
-
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_PACKAGES = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
+    return source.user_line() or "an unknown line"
 
 
 def current() -> Values:

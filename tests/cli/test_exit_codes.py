@@ -233,3 +233,9 @@ def test_what_the_program_left_for_the_end_is_done(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == FINE, done.stderr
     assert done.stdout.endswith("at the end\n") and "all_reduce" in done.stdout
+
+
+def test_the_bare_command_shows_the_help(capsys):
+    code, out, err = run(capsys)
+    assert (code, out) == (FAILED, "")
+    assert all(command in err for command in COMMANDS) and "start with" in err

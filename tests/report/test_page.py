@@ -97,6 +97,15 @@ def test_a_click_tells_what_hides_a_collective(opened):
     assert not page.locator("#panel").is_visible()
 
 
+def test_a_step_that_does_not_fit_is_red(opened):
+    page = opened(html.render(replace(timelines.overlapped(), peak_bytes=90 << 30)))
+    tile, verdict = page.locator("#tiles .alarm"), page.locator("#verdict")
+    assert "more than the 80 GiB of h100" in tile.inner_text()
+    assert verdict.inner_text().startswith("does not fit: 90 GiB is more than")
+    red = "e => getComputedStyle(e).color"
+    assert verdict.evaluate(red) == tile.locator("i").evaluate(red) == "rgb(198, 40, 40)"
+
+
 def test_the_toggle_switches_between_before_and_after(opened):
     page = opened(html.render(serial(), timelines.overlapped()))
     before, after = page.locator("#toggle button").all()
@@ -485,7 +494,7 @@ def test_pictures(opened):
 
 def test_a_step_without_collectives_or_steps(opened):
     page = opened(html.render(run([compute("a")], dict(a=5))))
-    assert page.locator("#verdict").inner_text() == "the step has no collectives"
+    assert page.locator("#verdict").inner_text().startswith("the step has no collectives: nothing")
     assert page.locator("#rows tr").count() == 0
     for by in ("layer", "why", "call"):
         page.locator("#by").select_option(by)

@@ -1,6 +1,6 @@
 // What stands on top: the verdict, figures, advice, what was gained, what a run measured.
-function tile(label, value, note) {
-  const d = el("div", undefined, "tile");
+function tile(label, value, note, alarm) {
+  const d = el("div", undefined, alarm ? "tile alarm" : "tile");
   d.append(el("span", label), el("b", value), el("i", note || ""));
   $("tiles").append(d);
 }
@@ -17,6 +17,7 @@ function head() {
   const share = (us) => percent(us / (t.step_us || 1)) + " of the step";
   document.title = "fcoll: " + DATA.title;
   $("verdict").textContent = t.verdict;
+  $("verdict").classList.toggle("alarm", !!t.over);
   $("about").textContent = [DATA.title, t.machine, t.mesh, "rank " + t.rank]
     .filter(Boolean)
     .join(" · ");
@@ -28,7 +29,8 @@ function head() {
   if (t.tail_us > 1e-3 * t.step_us)
     tile("that no one waits for", time(t.tail_us), "communication after the last compute");
   if (t.host_us > 0) tile("waiting for the host", time(t.host_us), share(t.host_us));
-  tile("peak memory", size(t.peak_bytes), against(t.peak_bytes, o && o.peak_bytes));
+  const peak = t.over || against(t.peak_bytes, o && o.peak_bytes);
+  tile("peak memory", size(t.peak_bytes), peak, t.over);
   $("split").replaceChildren();
   for (const [part, color] of [
     [t.compute_us, "matmul"],

@@ -30,6 +30,7 @@ const NAMES = [
   "exposed-soft",
   "memory",
   "memory-soft",
+  "alarm",
   "run",
   "focus",
 ];
@@ -289,9 +290,9 @@ function paintMemory(t) {
   pen.lineTo(width - RIGHT, y(t.peak_bytes));
   pen.stroke();
   pen.setLineDash([]);
-  pen.fillStyle = colors.soft;
+  pen.fillStyle = t.over ? colors.alarm : colors.soft;
   pen.font = "11.5px system-ui, sans-serif";
-  pen.fillText("peak " + size(t.peak_bytes), LEFT + 6, y(t.peak_bytes) - 8);
+  pen.fillText("peak " + size(t.peak_bytes) + (t.over && ", " + t.over), LEFT + 6, y(t.peak_bytes) - 8);
 }
 function paintLinks(t) {
   // issue -> collective -> wait
