@@ -105,6 +105,14 @@ def test_there_are_few_layers_and_few_files_at_the_top():
     assert set(LAYER) == existing(), "LAYERS and the folders differ"
 
 
+def test_the_readme_lists_what_is_imported_first():
+    block = (ROOT / "README.md").read_text().split("```\nfcoll/\n")[1].split("inductor_ext/")[0]
+    named = [re.match(r"  ([\w/]+(?: \w+)*?)/?  ", line) for line in block.splitlines()]
+    listed = [name for found in named if found for name in re.findall(r"\w+", found[1])]
+    places = [LAYER[name] for name in listed]
+    assert set(listed) == existing() - {"__init__"} and places == sorted(places)
+
+
 @pytest.mark.parametrize("path", files("fcoll"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_fcoll_does_not_import_inductor_ext(path):
     """Not even in a function; what it does for fcoll is named in plugins.py."""
