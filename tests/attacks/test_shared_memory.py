@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import threading
 from datetime import timedelta
@@ -65,7 +66,8 @@ def becomes_another_program(rank):
 
 def test_a_peer_that_calls_exec_is_noticed():
     seen = launch(becomes_another_program, 2, timeout=60, env=ON_SHARED_MEMORY)
-    assert seen.results[0] == ["(sleep)", "S"], seen.stderr  # while it still runs
+    program, state = seen.results[0]
+    assert program == "(sleep)" and state in "SRD", seen.stderr  # while it still runs
 
 
 # -- results that nobody waits for ---
@@ -117,16 +119,20 @@ def test_a_group_with_results_under_way_is_left_at_once(shared2):
 
 
 def dropped_without_a_wait(rank):
+    fcoll.all_reduce(torch.ones(4)).sum()
+    if rank == 1:  # a rank whose peer has published already has its result at once
+        dist.barrier()
     for _ in range(3):
         fcoll.all_reduce(torch.ones(4))
+    if rank == 0:
+        dist.barrier()
     dist.barrier()
 
 
 def test_dropped_results_are_counted_by_line():
     seen = launch(dropped_without_a_wait, 2, timeout=60, env=ON_SHARED_MEMORY)
-    dropped = [text for text in seen.stderr if "never waited for" in text]
-    # a rank whose peer has published already has its result at once
-    assert dropped and all("test_shared_memory.py:" in text for text in dropped), seen.stderr
+    assert "3 collectives were issued and never waited for" in seen.stderr[0], seen.stderr
+    assert re.search(r"test_shared_memory.py:\d+ \(x3\)", seen.stderr[0]), seen.stderr
 
 
 # -- threads ---
