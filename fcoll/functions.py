@@ -20,7 +20,7 @@ from fcoll.eager import arguments, undispatched
 from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
-from fcoll.eager.dispatch import is_refused, result, start
+from fcoll.eager.dispatch import collective, is_refused, start
 from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.exchange import check_even_splits
@@ -108,9 +108,7 @@ def all_reduce(
             return out
     x, op = arguments.scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
     arguments.text("all_reduce", "grad", grad)
-    name = group_name(group)
-    out = start("all_reduce", x, op, name, grad)
-    return result("all_reduce", group_size(name), out)
+    return collective("all_reduce", group, x, op, grad)
 
 
 def all_gather_into_tensor(
@@ -131,10 +129,7 @@ def all_gather_into_tensor(
             return out
     op = "all_gather_into_tensor"
     x, dim = arguments.tensor(op, x), integer(op, "dim", dim)
-    name = group_name(group)
-    n = group_size(name)
-    args = (x, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
-    return result(op, n, start(op, *args))
+    return collective(op, group, x, _positive(dim, x), maybe_integers(op, "sizes", sizes))
 
 
 def reduce_scatter_tensor(
@@ -163,11 +158,8 @@ def reduce_scatter_tensor(
             return out
     me = "reduce_scatter_tensor"
     x, op = arguments.scaled(me, arguments.tensor(me, x), op, factor)
-    dim = integer(me, "dim", dim)
-    name = group_name(group)
-    n = group_size(name)
-    args = (x, op, n, name, _positive(dim, x), maybe_integers(me, "sizes", sizes))
-    return result(me, n, start(me, *args))
+    dim = _positive(integer(me, "dim", dim), x)
+    return collective(me, group, x, op, dim, maybe_integers(me, "sizes", sizes))
 
 
 def all_to_all_single(
@@ -197,7 +189,7 @@ def all_to_all_single(
     if outs is None or ins is None:
         check_even_splits(x, outs, ins, name)
         outs = ins = [x.shape[0] // n] * n
-    return result(op, n, start(op, x, outs, ins, name))
+    return collective(op, name, x, outs, ins)
 
 
 def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
@@ -213,9 +205,7 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
         if out is not NotImplemented:
             return out
     x, src = arguments.tensor("broadcast", x), integer("broadcast", "src", src)
-    name = group_name(group)
-    out = start("broadcast", x, src, name)
-    return result("broadcast", group_size(name), out)
+    return collective("broadcast", group, x, src)
 
 
 def reduce(
@@ -232,10 +222,7 @@ def reduce(
     True
     """
     x, op = arguments.scaled("reduce", arguments.tensor("reduce", x), op, factor)
-    dst = integer("reduce", "dst", dst)
-    name = group_name(group)
-    out = start("reduce", x, op, dst, name)
-    return result("reduce", group_size(name), out)
+    return collective("reduce", group, x, op, integer("reduce", "dst", dst))
 
 
 def gather(
@@ -255,10 +242,7 @@ def gather(
     """
     op = "gather"
     x, dst, dim = arguments.tensor(op, x), integer(op, "dst", dst), integer(op, "dim", dim)
-    name = group_name(group)
-    n = group_size(name)
-    args = (x, dst, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
-    return result(op, n, start(op, *args))
+    return collective(op, group, x, dst, _positive(dim, x), maybe_integers(op, "sizes", sizes))
 
 
 def scatter(
@@ -279,10 +263,7 @@ def scatter(
     """
     op = "scatter"
     x, src, dim = arguments.tensor(op, x), integer(op, "src", src), integer(op, "dim", dim)
-    name = group_name(group)
-    n = group_size(name)
-    args = (x, src, n, name, _positive(dim, x), maybe_integers(op, "sizes", sizes))
-    return result(op, n, start(op, *args))
+    return collective(op, group, x, src, _positive(dim, x), maybe_integers(op, "sizes", sizes))
 
 
 def permute(x: Tensor, dst: Sequence[int], group: GroupLike = None) -> Tensor:
@@ -295,9 +276,7 @@ def permute(x: Tensor, dst: Sequence[int], group: GroupLike = None) -> Tensor:
     True
     """
     x, targets = arguments.tensor("permute", x), arguments.integers("permute", "dst", dst)
-    name = group_name(group)
-    out = start("permute", x, targets, name)
-    return result("permute", group_size(name), out)
+    return collective("permute", group, x, targets)
 
 
 def shard_dim_alltoall(
@@ -315,9 +294,7 @@ def shard_dim_alltoall(
     op = "shard_dim_alltoall"
     x = arguments.tensor(op, x)
     gather, shard = integer(op, "gather_dim", gather_dim), integer(op, "shard_dim", shard_dim)
-    name = group_name(group)
-    out = start(op, x, _positive(gather, x), _positive(shard, x), name)
-    return result(op, group_size(name), out)
+    return collective(op, group, x, _positive(gather, x), _positive(shard, x))
 
 
 def _tag(name: str, tag: Any) -> int:
@@ -401,8 +378,7 @@ def all_reduce_coalesced(
     me = "all_reduce_coalesced"
     xs, op = arguments.scaled(me, arguments.tensors(me, xs), op, factor)
     arguments.text(me, "grad", grad)
-    name = group_name(group)
-    return result(me, group_size(name), start(me, xs, op, name, grad))
+    return collective(me, group, xs, op, grad)
 
 
 def all_gather_into_tensor_coalesced(
@@ -415,10 +391,7 @@ def all_gather_into_tensor_coalesced(
             return out
     op = "all_gather_into_tensor_coalesced"
     xs = arguments.tensors(op, xs)
-    dims = _each(op, dim, xs)
-    name = group_name(group)
-    n = group_size(name)
-    return result(op, n, start(op, xs, n, name, dims))
+    return collective(op, group, xs, _each(op, dim, xs))
 
 
 def reduce_scatter_tensor_coalesced(
@@ -436,10 +409,7 @@ def reduce_scatter_tensor_coalesced(
             return out
     me = "reduce_scatter_tensor_coalesced"
     xs, op = arguments.scaled(me, arguments.tensors(me, xs), op, factor)
-    dims = _each(me, dim, xs)
-    name = group_name(group)
-    n = group_size(name)
-    return result(me, n, start(me, xs, op, n, name, dims))
+    return collective(me, group, xs, op, _each(me, dim, xs))
 
 
 def identity(x: Tensor, group: GroupLike = None) -> Tensor:

@@ -33,7 +33,7 @@ from fcoll.eager import undispatched
 from fcoll.eager.async_tensor import in_flight
 from fcoll.eager.ops import function_of
 from fcoll.errors import FcollError, from_native
-from fcoll.groups import GroupLike, group_name
+from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.transport.shared_memory import refused
@@ -52,6 +52,18 @@ def is_refused(group: GroupLike) -> bool:
         return group_name(group) in refused
     except FcollError:
         return False
+
+
+def collective(name: str, group: GroupLike, *args: Any) -> Any:
+    """What a public function returns. The arguments are the schema's in order, but for the group's
+    size and name, which are put where the schema has them."""
+    row, values = COLLECTIVES[name], list(args)
+    known = group_name(group)
+    n = group_size(known)
+    if "group_size" in row.position:
+        values.insert(row.position["group_size"], n)
+    values.insert(row.position["group_name"], known)
+    return result(name, n, start(name, *values))
 
 
 def start(name: str, *args: Any) -> Any:
@@ -88,7 +100,7 @@ def start_eager(name: str, *args: Any) -> Any:
 
 
 def result(name: str, n: int, out: Any) -> Any:
-    """What a public function returns: async in eager, waited for in a trace."""
+    """Async in eager, waited for in a trace."""
     if n == 1:
         return out
     if isinstance(out, Tensor):

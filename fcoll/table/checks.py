@@ -104,28 +104,32 @@ def check_list(op: str, inputs: Sequence[Tensor], dims: Sequence[int] | None = N
         fail(MismatchedLists, op=op, why=why, hint="Give one dim, or one for each tensor.")
 
 
-def check_gathers(op: str, x: Tensor, n: int, group_name: str, dim: int, sizes: Sizes) -> None:
+def check_gathers(
+    op: str, input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> None:
     """Of collectives that put the ranks' parts together along dim."""
-    check_device(op, x.device.type, group_name)
-    check_group_size(op, n, group_name)
-    if x.dim():
-        check_dim(op, x, dim)
+    check_device(op, input.device.type, group_name)
+    check_group_size(op, group_size, group_name)
+    if input.dim():
+        check_dim(op, input, dim)
     elif dim:
         fail(BadDim, op=op, dim=dim, ndim=0, hint="A 0-dim tensor is gathered along a new dim 0.")
     if sizes is not None:
-        check_sizes(op, sizes, n)
-        check_my_size(op, x, dim, sizes, group_name)
+        check_sizes(op, sizes, group_size)
+        check_my_size(op, input, dim, sizes, group_name)
 
 
-def check_scatters(op: str, x: Tensor, n: int, group_name: str, dim: int, sizes: Sizes) -> None:
+def check_scatters(
+    op: str, input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> None:
     """Of collectives that cut a tensor into the ranks' parts along dim."""
-    check_device(op, x.device.type, group_name)
-    check_group_size(op, n, group_name)
-    check_dim(op, x, dim)
+    check_device(op, input.device.type, group_name)
+    check_group_size(op, group_size, group_name)
+    check_dim(op, input, dim)
     if sizes is None:
-        check_divisible(op, x, dim, group_name)
+        check_divisible(op, input, dim, group_name)
     else:
-        check_sizes(op, sizes, n, x.shape[dim])
+        check_sizes(op, sizes, group_size, input.shape[dim])
 
 
 def check_out(op: str, out: Tensor, shape: Shape, like: Tensor) -> None:

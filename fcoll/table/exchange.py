@@ -16,7 +16,7 @@ from fcoll.table import stacks, wire
 from fcoll.table.checks import check_dim, check_divisible, complaint, listed, shown
 from fcoll.table.layout import chunks, concat, copied, flat
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
+from fcoll.table.row import Call, Native, Shape, Sizes, declare, torch_ops
 from fcoll.table.shapes import same
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
@@ -25,12 +25,9 @@ from fcoll.transport.protocol import issued
 
 
 def _check_all_to_all(
-    input: Tensor,
-    output_split_sizes: Sequence[int],
-    input_split_sizes: Sequence[int],
+    op: str, input: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
     group_name: str,
-) -> None:
-    op = "all_to_all_single"
+) -> None:  # fmt: skip
     check_device(op, input.device.type, group_name)
     check_dim(op, input, 0)
     n = group_size(group_name)
@@ -64,23 +61,16 @@ def check_even_splits(
     check_divisible(op, x, 0, group_name, "output_splits= and input_splits=")
 
 
-def _all_to_all_shape(
-    input: Tensor,
-    output_split_sizes: Sequence[int],
-    input_split_sizes: Sequence[int],
-    group_name: str,
-) -> Shape:
+def _all_to_all_shape(input: Tensor, output_split_sizes: Sequence[int]) -> Shape:
     return [sum(output_split_sizes), *input.shape[1:]]
 
 
 def _run_all_to_all(
-    input: Tensor,
-    output_split_sizes: Sequence[int],
-    input_split_sizes: Sequence[int],
+    input: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int],
     group_name: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     g = by_name(group_name)
-    out = input.new_empty((sum(output_split_sizes), *input.shape[1:]))
+    out = input.new_empty(_all_to_all_shape(input, output_split_sizes))
     if g.n == 1:
         out.copy_(input)
         return out
@@ -111,7 +101,7 @@ def _resharded(x_W: Tensor, gather_dim: int, shard_dim: int, groups: Partition) 
     return groups.placed(received).flatten(1 + gather_dim, 2 + gather_dim)
 
 
-ALL_TO_ALL_SINGLE = Collective(
+ALL_TO_ALL_SINGLE = declare(
     "all_to_all_single",
     "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name)"
     " -> Tensor",
@@ -134,8 +124,9 @@ ALL_TO_ALL_SINGLE = Collective(
 # -- shard_dim_alltoall ---
 
 
-def _check_shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> None:
-    op = "shard_dim_alltoall"
+def _check_shard_dim(
+    op: str, input: Tensor, gather_dim: int, shard_dim: int, group_name: str
+) -> None:
     check_device(op, input.device.type, group_name)
     check_dim(op, input, gather_dim)
     check_dim(op, input, shard_dim)
@@ -176,7 +167,7 @@ def _stacked_shard_dim_alltoall(x_W: Tensor, args: stacks.Args, groups: Partitio
     return _resharded(x_W, args["gather_dim"], args["shard_dim"], groups)
 
 
-SHARD_DIM_ALLTOALL = Collective(
+SHARD_DIM_ALLTOALL = declare(
     "shard_dim_alltoall",
     "(Tensor input, int gather_dim, int shard_dim, str group_name) -> Tensor",
     check=_check_shard_dim,
@@ -194,13 +185,13 @@ SHARD_DIM_ALLTOALL = Collective(
 # -- permute ---
 
 
-def _check_permute(input: Tensor, dst: Sequence[int], group_name: str) -> None:
-    check_device("permute", input.device.type, group_name)
+def _check_permute(op: str, input: Tensor, dst: Sequence[int], group_name: str) -> None:
+    check_device(op, input.device.type, group_name)
     n = group_size(group_name)
     targets = [d for d in dst if d != -1]
     in_range = all([0 <= d < n for d in targets])
     if len(dst) != n or not in_range or len(set(targets)) != len(targets):
-        fail(BadPermutation, op="permute", dst=listed(dst), n=n)
+        fail(BadPermutation, op=op, dst=listed(dst), n=n)
 
 
 def _run_permute(input: Tensor, dst: Sequence[int], group_name: str) -> Tensor:
@@ -235,7 +226,7 @@ def _stacked_permute(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tenso
     return groups.placed(torch.stack(received))
 
 
-PERMUTE = Collective(
+PERMUTE = declare(
     "permute",
     "(Tensor input, int[] dst, str group_name) -> Tensor",
     check=_check_permute,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.groups import Group, by_name, check_device
+from fcoll.groups import by_name, check_device
 from fcoll.table import stacks, wire
 from fcoll.table.checks import check_gathers, check_list, check_rank, check_scatters
 from fcoll.table.layout import (
@@ -24,8 +24,8 @@ from fcoll.table.layout import (
     resized,
 )
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Collective, Native, Shape, Sizes, torch_ops
-from fcoll.table.shapes import each, gathered, same, scattered
+from fcoll.table.row import Call, Native, Sizes, declare, torch_ops
+from fcoll.table.shapes import gathered, gathered_each, same, scattered, with_dims
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
 
@@ -38,33 +38,12 @@ def _own_dim(args: Mapping[str, Any]) -> int | None:
 # -- all_gather_into_tensor ---
 
 
-def check_all_gather(
-    input: Tensor,
-    group_size: int,
-    group_name: str,
-    dim: int = 0,
-    sizes: Sizes = None,
-    op: str = "all_gather_into_tensor",
-) -> None:
-    check_gathers(op, input, group_size, group_name, dim, sizes)
-
-
-def _all_gather_shape(
-    input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
-) -> Shape:
-    return gathered(input, group_size, dim, sizes)
-
-
-def _run_all_gather(
-    input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+def run_all_gather(
+    input: Tensor, group_name: str, dim: int = 0, sizes: Sizes = None, out: Tensor | None = None
 ) -> Tensor:
-    out = input.new_empty(gathered(input, group_size, dim, sizes))
-    return all_gather_into(out, input, by_name(group_name), dim, sizes)
-
-
-def all_gather_into(
-    out: Tensor, input: Tensor, g: Group, dim: int = 0, sizes: Sizes = None
-) -> Tensor:
+    g = by_name(group_name)
+    if out is None:
+        out = input.new_empty(gathered(input, g.n, dim, sizes))
     x = input.reshape(1) if input.dim() == 0 else input
     if g.n == 1:
         out.copy_(x)
@@ -96,12 +75,12 @@ def _stacked_all_gather_into_tensor(x_W: Tensor, args: stacks.Args, groups: Part
     return stacks.gathered(x_W, args.get("dim", 0), groups)
 
 
-ALL_GATHER_INTO_TENSOR = Collective(
+ALL_GATHER_INTO_TENSOR = declare(
     "all_gather_into_tensor",
     "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
-    check=check_all_gather,
-    shape=_all_gather_shape,
-    run=_run_all_gather,
+    check=check_gathers,
+    shape=gathered,
+    run=run_all_gather,
     adjoint=_all_gather_adjoint,
     stacked=_stacked_all_gather_into_tensor,
     wire_bytes=wire.ring,
@@ -118,24 +97,19 @@ ALL_GATHER_INTO_TENSOR = Collective(
 
 
 def _check_gather(
-    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
-) -> None:
-    check_rank("gather", "dst", dst, group_name)
-    check_gathers("gather", input, group_size, group_name, dim, sizes)
-
-
-def _gather_shape(
-    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
-) -> Shape:
-    return gathered(input, group_size, dim, sizes)
+    op: str, input: Tensor, dst: int, group_size: int, group_name: str,
+    dim: int = 0, sizes: Sizes = None,
+) -> None:  # fmt: skip
+    check_rank(op, "dst", dst, group_name)
+    check_gathers(op, input, group_size, group_name, dim, sizes)
 
 
 def _run_gather(
-    input: Tensor, dst: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+    input: Tensor, dst: int, group_name: str, dim: int = 0, sizes: Sizes = None
 ) -> Tensor:
     g = by_name(group_name)
     x = input.reshape(1) if input.dim() == 0 else input
-    out = input.new_zeros(gathered(input, group_size, dim, sizes))
+    out = input.new_zeros(gathered(input, g.n, dim, sizes))
     if g.n == 1:
         out.copy_(x)
         return out
@@ -165,12 +139,12 @@ def _stacked_gather(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor
     return groups.only_on(dst, stacks.joined(parts, args.get("dim", 0)))
 
 
-GATHER = Collective(
+GATHER = declare(
     "gather",
     "(Tensor input, int dst, int group_size, str group_name, int dim=0,"
     " SymInt[]? sizes=None) -> Tensor",
     check=_check_gather,
-    shape=_gather_shape,
+    shape=gathered,
     run=_run_gather,
     adjoint=_gather_adjoint,
     stacked=_stacked_gather,
@@ -184,23 +158,18 @@ GATHER = Collective(
 
 
 def _check_scatter(
-    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
-) -> None:
-    check_rank("scatter", "src", src, group_name)
-    check_scatters("scatter", input, group_size, group_name, dim, sizes)
-
-
-def _scatter_shape(
-    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
-) -> Shape:
-    return scattered(input, group_size, group_name, dim, sizes)
+    op: str, input: Tensor, src: int, group_size: int, group_name: str,
+    dim: int = 0, sizes: Sizes = None,
+) -> None:  # fmt: skip
+    check_rank(op, "src", src, group_name)
+    check_scatters(op, input, group_size, group_name, dim, sizes)
 
 
 def _run_scatter(
-    input: Tensor, src: int, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+    input: Tensor, src: int, group_name: str, dim: int = 0, sizes: Sizes = None
 ) -> Tensor:
     g = by_name(group_name)
-    out = input.new_empty(scattered(input, group_size, group_name, dim, sizes))
+    out = input.new_empty(scattered(input, g.n, group_name, dim, sizes))
     if g.n == 1:
         out.copy_(input)
         return out
@@ -223,12 +192,12 @@ def _stacked_scatter(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tenso
     return groups.placed(stacks.cut(groups.members(x_W)[src], args.get("dim", 0), groups.n))
 
 
-SCATTER = Collective(
+SCATTER = declare(
     "scatter",
     "(Tensor input, int src, int group_size, str group_name, int dim=0,"
     " SymInt[]? sizes=None) -> Tensor",
     check=_check_scatter,
-    shape=_scatter_shape,
+    shape=scattered,
     run=_run_scatter,
     adjoint=_scatter_adjoint,
     stacked=_stacked_scatter,
@@ -240,7 +209,7 @@ SCATTER = Collective(
 # -- broadcast ---
 
 
-def check_broadcast(input: Tensor, src: int, group_name: str, op: str = "broadcast") -> None:
+def check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
     check_device(op, input.device.type, group_name)
     check_rank(op, "src", src, group_name)
 
@@ -269,7 +238,7 @@ def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Ten
     return stacks.on_all(x_W, src, groups)
 
 
-BROADCAST = Collective(
+BROADCAST = declare(
     "broadcast",
     "(Tensor input, int src, str group_name) -> Tensor",
     check=check_broadcast,
@@ -290,27 +259,20 @@ BROADCAST = Collective(
 
 
 def _check_all_gather_coalesced(
-    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+    op: str, inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
 ) -> None:
-    op = "all_gather_into_tensor_coalesced"
     check_list(op, inputs, dims)
-    for i, x in enumerate(inputs):
-        check_gathers(op, x, group_size, group_name, dims[i] if dims is not None else 0, None)
-
-
-def _all_gather_coalesced_shape(
-    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
-) -> list[Shape]:
-    return each(gathered)(inputs, group_size, dims=dims)
+    for x, dim in with_dims(inputs, dims):
+        check_gathers(op, x, group_size, group_name, dim)
 
 
 def _run_all_gather_coalesced(
-    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+    inputs: Sequence[Tensor], group_name: str, dims: Sizes = None
 ) -> list[Tensor]:
     g = by_name(group_name)
-    dims = dims if dims is not None else [0] * len(inputs)
-    shapes = each(gathered)(inputs, g.n, dims=dims)
+    shapes = gathered_each(inputs, g.n, dims)
     outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
+    ranks_at = [dim for _, dim in with_dims(inputs, dims)]
     for same_dtype in by_dtype(inputs):
         packed = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
         parts = packed.new_empty((g.n, *packed.shape))
@@ -324,7 +286,7 @@ def _run_all_gather_coalesced(
         for i, column in zip(same_dtype, columns, strict=True):
             shape = list(inputs[i].shape) or [1]
             # [n, *shape] with the ranks moved in front of the gathered dim, as out is laid out
-            sources.append(column.reshape(g.n, *shape).movedim(0, dims[i]))
+            sources.append(column.reshape(g.n, *shape).movedim(0, ranks_at[i]))
         issue_list([outs[i] for i in same_dtype], sources, work, None)
     return outs
 
@@ -335,11 +297,11 @@ def _all_gather_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
     return [x.reshape(shape) for x, shape in zip(back, a.input_shape, strict=True)]
 
 
-ALL_GATHER_INTO_TENSOR_COALESCED = Collective(
+ALL_GATHER_INTO_TENSOR_COALESCED = declare(
     "all_gather_into_tensor_coalesced",
     "(Tensor[] inputs, int group_size, str group_name, int[]? dims=None) -> Tensor[]",
     check=_check_all_gather_coalesced,
-    shape=_all_gather_coalesced_shape,
+    shape=gathered_each,
     run=_run_all_gather_coalesced,
     adjoint=_all_gather_coalesced_adjoint,
     stacked=stacks.each(_stacked_all_gather_into_tensor),

@@ -13,7 +13,7 @@ from fcoll.groups import by_name, check_device, group_size
 from fcoll.table import stacks, wire
 from fcoll.table.checks import check_list, check_rank
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Collective, Native, Shape, torch_ops
+from fcoll.table.row import Call, Collective, Native, Shape, declare, torch_ops
 from fcoll.table.shapes import nothing, same
 from fcoll.transport.carriers import carrier_of, carrier_of_pairs
 from fcoll.transport.messages import PLAIN, TAGS
@@ -80,13 +80,9 @@ IRECV = _transfer("irecv", "src", same)
 
 
 def _check_batch(
-    op_list: Sequence[str],
-    peer_list: Sequence[int],
-    tag_list: Sequence[int],
-    tensors: Sequence[Tensor],
-    group_name: str,
-) -> None:
-    op = "batch_p2p_ops"
+    op: str, op_list: Sequence[str], peer_list: Sequence[int], tag_list: Sequence[int],
+    tensors: Sequence[Tensor], group_name: str,
+) -> None:  # fmt: skip
     lengths = [len(op_list), len(peer_list), len(tag_list), len(tensors)]
     if len(set(lengths)) != 1:
         why = f"{lengths[0]} ops, {lengths[1]} peers, {lengths[2]} tags, {lengths[3]} tensors"
@@ -100,23 +96,14 @@ def _check_batch(
         check_rank(op, "peer", peer, group_name)
 
 
-def _batch_shape(
-    op_list: Sequence[str],
-    peer_list: Sequence[int],
-    tag_list: Sequence[int],
-    tensors: Sequence[Tensor],
-    group_name: str,
-) -> list[Shape]:
+def _batch_shape(op_list: Sequence[str], tensors: Sequence[Tensor]) -> list[Shape]:
     return [[0] if op == "isend" else list(x.shape) for op, x in zip(op_list, tensors, strict=True)]
 
 
 def _run_batch(
-    op_list: Sequence[str],
-    peer_list: Sequence[int],
-    tag_list: Sequence[int],
-    tensors: Sequence[Tensor],
-    group_name: str,
-) -> list[Tensor]:
+    op_list: Sequence[str], peer_list: Sequence[int], tag_list: Sequence[int],
+    tensors: Sequence[Tensor], group_name: str,
+) -> list[Tensor]:  # fmt: skip
     """A received tensor is new, of the shape of the one given; a send gives an empty token."""
     g = by_name(group_name)
     outs, transfers = [], []
@@ -130,7 +117,7 @@ def _run_batch(
     return [issued(out, done) for out in outs]
 
 
-BATCH_P2P_OPS = Collective(
+BATCH_P2P_OPS = declare(
     "batch_p2p_ops",
     "(str[] op_list, int[] peer_list, int[] tag_list, Tensor[] tensors, str group_name)"
     " -> Tensor[]",

@@ -14,8 +14,8 @@ from fcoll.table import stacks, wire
 from fcoll.table.checks import check_list, check_rank, check_scatters
 from fcoll.table.layout import by_dtype, chunks, copied, issue_list
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Collective, Native, Sizes, torch_ops
-from fcoll.table.shapes import each, same, same_each, scattered
+from fcoll.table.row import Call, Native, Sizes, declare, torch_ops
+from fcoll.table.shapes import same, same_each, scattered, scattered_each, with_dims
 from fcoll.table.shares import saves, share, share_each, share_of
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
@@ -26,7 +26,7 @@ GRADS = ("sum", "identity")
 
 
 def check_all_reduce(
-    input: Tensor, reduce_op: str, group_name: str, grad: str = "sum", op: str = "all_reduce"
+    op: str, input: Tensor, reduce_op: str, group_name: str, grad: str = "sum"
 ) -> None:
     check_device(op, input.device.type, group_name)
     check_reduction(op, reduce_op, input.dtype)
@@ -34,7 +34,7 @@ def check_all_reduce(
         fail(BadOption, op=op, arg="grad", value=grad, known=", ".join(GRADS))
 
 
-def run_all_reduce(input: Tensor, reduce_op: str, group_name: str, grad: str = "sum") -> Tensor:
+def _run_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
     out = copied(input)
     g = by_name(group_name)
     if g.n == 1:
@@ -71,12 +71,12 @@ def _any_stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -
     return groups.spread(stacks.reduced(args["reduce_op"], x_W, groups))
 
 
-ALL_REDUCE = Collective(
+ALL_REDUCE = declare(
     "all_reduce",
     "(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
     check=check_all_reduce,
     shape=same,
-    run=run_all_reduce,
+    run=_run_all_reduce,
     adjoint=_all_reduce_adjoint,
     stacked=_stacked_all_reduce,
     saves=saves,
@@ -94,44 +94,20 @@ ALL_REDUCE = Collective(
 
 
 def check_reduce_scatter(
-    input: Tensor,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    dim: int = 0,
-    sizes: Sizes = None,
-    op: str = "reduce_scatter_tensor",
-) -> None:
+    op: str, input: Tensor, reduce_op: str, group_size: int, group_name: str,
+    dim: int = 0, sizes: Sizes = None,
+) -> None:  # fmt: skip
     check_reduction(op, reduce_op, input.dtype)
     check_scatters(op, input, group_size, group_name, dim, sizes)
 
 
-def _reduce_scatter_shape(
-    input: Tensor,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    dim: int = 0,
-    sizes: Sizes = None,
-) -> list[int]:
-    return scattered(input, group_size, group_name, dim, sizes)
-
-
-def _run_reduce_scatter(
-    input: Tensor,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    dim: int = 0,
-    sizes: Sizes = None,
-) -> Tensor:
-    out = input.new_empty(scattered(input, group_size, group_name, dim, sizes))
-    return reduce_scatter_into(out, input, reduce_op, by_name(group_name), dim, sizes)
-
-
-def reduce_scatter_into(
-    out: Tensor, input: Tensor, reduce_op: str, g: Group, dim: int = 0, sizes: Sizes = None
-) -> Tensor:
+def run_reduce_scatter(
+    input: Tensor, reduce_op: str, group_name: str, dim: int = 0, sizes: Sizes = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    g = by_name(group_name)
+    if out is None:
+        out = input.new_empty(scattered(input, g.n, group_name, dim, sizes))
     if g.n == 1:
         out.copy_(input)
         return out
@@ -169,13 +145,13 @@ def _stacked_reduce_scatter_tensor(x_W: Tensor, args: stacks.Args, groups: Parti
     return stacks.scattered(x_W, args["reduce_op"], args.get("dim", 0), groups)
 
 
-REDUCE_SCATTER_TENSOR = Collective(
+REDUCE_SCATTER_TENSOR = declare(
     "reduce_scatter_tensor",
     "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
     " SymInt[]? sizes=None) -> Tensor",
     check=check_reduce_scatter,
-    shape=_reduce_scatter_shape,
-    run=_run_reduce_scatter,
+    shape=scattered,
+    run=run_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,
     stacked=_stacked_reduce_scatter_tensor,
     saves=saves,
@@ -190,10 +166,10 @@ REDUCE_SCATTER_TENSOR = Collective(
 # -- reduce ---
 
 
-def _check_reduce(input: Tensor, reduce_op: str, dst: int, group_name: str) -> None:
-    check_device("reduce", input.device.type, group_name)
-    check_reduction("reduce", reduce_op, input.dtype)
-    check_rank("reduce", "dst", dst, group_name)
+def _check_reduce(op: str, input: Tensor, reduce_op: str, dst: int, group_name: str) -> None:
+    check_device(op, input.device.type, group_name)
+    check_reduction(op, reduce_op, input.dtype)
+    check_rank(op, "dst", dst, group_name)
 
 
 def _run_reduce(input: Tensor, reduce_op: str, dst: int, group_name: str) -> Tensor:
@@ -223,7 +199,7 @@ def _stacked_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor
     return stacks.on_one(x_W, args["reduce_op"], dst, groups)
 
 
-REDUCE = Collective(
+REDUCE = declare(
     "reduce",
     "(Tensor input, str reduce_op, int dst, str group_name) -> Tensor",
     check=_check_reduce,
@@ -242,16 +218,15 @@ REDUCE = Collective(
 
 
 def check_all_reduce_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
+    op: str, inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
 ) -> None:
-    op = "all_reduce_coalesced"
     check_list(op, inputs)
     for x in inputs:
-        check_all_reduce(x, reduce_op, group_name, grad, op)
+        check_all_reduce(op, x, reduce_op, group_name, grad)
 
 
 def _run_all_reduce_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
+    inputs: Sequence[Tensor], reduce_op: str, group_name: str
 ) -> list[Tensor]:
     outs = [x.new_empty(x.shape) for x in inputs]
     all_reduce_list(outs, inputs, reduce_op, by_name(group_name))
@@ -279,7 +254,7 @@ def _all_reduce_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
     return share_each(Gs, a.saved_input, a.saved_output, a)
 
 
-ALL_REDUCE_COALESCED = Collective(
+ALL_REDUCE_COALESCED = declare(
     "all_reduce_coalesced",
     "(Tensor[] inputs, str reduce_op, str group_name, str grad='sum') -> Tensor[]",
     single="all_reduce",
@@ -303,30 +278,23 @@ ALL_REDUCE_COALESCED = Collective(
 
 
 def _check_reduce_scatter_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
-) -> None:
-    op = "reduce_scatter_tensor_coalesced"
+    op: str, inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str,
+    dims: Sizes = None,
+) -> None:  # fmt: skip
     check_list(op, inputs, dims)
-    for i, x in enumerate(inputs):
-        check_reduction(op, reduce_op, x.dtype)
-        check_scatters(op, x, group_size, group_name, dims[i] if dims is not None else 0, None)
-
-
-def _reduce_scatter_coalesced_shape(
-    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
-) -> list[list[int]]:
-    return each(scattered)(inputs, group_size, group_name, dims=dims)
+    for x, dim in with_dims(inputs, dims):
+        check_reduce_scatter(op, x, reduce_op, group_size, group_name, dim)
 
 
 def _run_reduce_scatter_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str, dims: Sizes = None
+    inputs: Sequence[Tensor], reduce_op: str, group_name: str, dims: Sizes = None
 ) -> list[Tensor]:
     g = by_name(group_name)
-    dims = dims if dims is not None else [0] * len(inputs)
-    shapes = each(scattered)(inputs, g.n, group_name, dims=dims)
+    shapes = scattered_each(inputs, g.n, group_name, dims)
     outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
+    cut = [chunks(x, dim, g.n, None).flatten(1) for x, dim in with_dims(inputs, dims)]
     for same_dtype in by_dtype(inputs):
-        rows = [chunks(inputs[i], dims[i], g.n, None).flatten(1) for i in same_dtype]
+        rows = [cut[i] for i in same_dtype]
         packed = torch.cat(rows, dim=1)
         mine = packed.new_empty(packed.shape[1:])
         work, finish = None, None
@@ -349,13 +317,13 @@ def _reduce_scatter_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tens
     return share_each(whole(grads), a.saved_input, ys, a)
 
 
-REDUCE_SCATTER_TENSOR_COALESCED = Collective(
+REDUCE_SCATTER_TENSOR_COALESCED = declare(
     "reduce_scatter_tensor_coalesced",
     "(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[]? dims=None)"
     " -> Tensor[]",
     single="reduce_scatter_tensor",
     check=_check_reduce_scatter_coalesced,
-    shape=_reduce_scatter_coalesced_shape,
+    shape=scattered_each,
     run=_run_reduce_scatter_coalesced,
     adjoint=_reduce_scatter_coalesced_adjoint,
     stacked=stacks.each(_stacked_reduce_scatter_tensor),

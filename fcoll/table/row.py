@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,29 @@ def _argument(text: str) -> Argument:
     found = _ARGUMENT.match(text)
     assert found is not None, text
     return Argument(found["name"], found["type"], "!" in (found["alias"] or ""))
+
+
+def declare(name: str, schema: str, **facts: Any) -> Collective:
+    """A row whose ``check``, ``shape`` and ``run`` take only those of the schema's arguments that
+    they name, and ``op``, the row's own name, if they ask for it."""
+    row = Collective(name, schema, **facts)
+    rules: Any = {rule: by_name(row, facts[rule]) for rule in ("check", "shape", "run")}
+    return replace(row, **rules)
+
+
+def by_name(row: Collective, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that names its arguments, as one of all arguments of the row's schema."""
+    wanted = inspect.signature(rule).parameters
+    if any(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
+        return rule  # it takes them all
+    names, op = tuple(row.position), row.name
+    defaults = {x: p.default for x, p in wanted.items() if p.default is not p.empty}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = {"op": op, **defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return rule(**{x: values[x] for x in wanted})
+
+    return call
 
 
 def torch_ops(name: str, *more: str) -> tuple[str, ...]:

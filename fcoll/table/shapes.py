@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,25 +22,32 @@ def nothing(*_: object) -> Shape:
     return [0]
 
 
-def gathered(input: Tensor, n: int, dim: int = 0, sizes: Sizes = None) -> Shape:
-    """n parts along dim; a 0-dim tensor gets a dim."""
+def gathered(input: Tensor, group_size: int, dim: int = 0, sizes: Sizes = None) -> Shape:
+    """The ranks' parts along dim; a 0-dim tensor gets a dim."""
     shape = list(input.shape) or [1]
-    shape[dim] = shape[dim] * n if sizes is None else sum(sizes)
+    shape[dim] = shape[dim] * group_size if sizes is None else sum(sizes)
     return shape
 
 
-def scattered(input: Tensor, n: int, group_name: str, dim: int = 0, sizes: Sizes = None) -> Shape:
+def scattered(
+    input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
+) -> Shape:
     """This rank's part along dim."""
     shape = list(input.shape)
-    shape[dim] = shape[dim] // n if sizes is None else sizes[group_rank(group_name)]
+    shape[dim] = shape[dim] // group_size if sizes is None else sizes[group_rank(group_name)]
     return shape
 
 
-def each(of_one: Callable[..., Shape]) -> Callable[..., list[Shape]]:
-    """The shapes of a list's results: of_one(input, *args, dim) for each."""
+def gathered_each(inputs: Sequence[Tensor], group_size: int, dims: Sizes = None) -> list[Shape]:
+    return [gathered(x, group_size, d) for x, d in with_dims(inputs, dims)]
 
-    def shapes(inputs: Sequence[Tensor], *args: Any, dims: Sizes = None) -> list[Shape]:
-        dims = dims if dims is not None else [0] * len(inputs)
-        return [of_one(x, *args, dim=d) for x, d in zip(inputs, dims, strict=True)]
 
-    return shapes
+def scattered_each(
+    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
+) -> list[Shape]:
+    return [scattered(x, group_size, group_name, d) for x, d in with_dims(inputs, dims)]
+
+
+def with_dims(inputs: Sequence[Tensor], dims: Sizes) -> list[tuple[Tensor, int]]:
+    """The tensors of a list, each with its dim: the first, if none are given."""
+    return list(zip(inputs, dims if dims is not None else [0] * len(inputs), strict=True))
