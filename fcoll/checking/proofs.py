@@ -165,15 +165,9 @@ def signature(call: Issued | None, rank: int, known: Known) -> Any:
     """What must be the same on all ranks."""
     if call is None:
         return None
-    row = call.row
-    args = {k: known.common(v, rank) for k, v in call.args.items() if k not in row.own_args}
-    own_dim = row.own_dim(call.args) if row.own_dim else None
-    shapes = tuple(known.common(_without(shape, own_dim), rank) for shape in call.shapes)
-    return row.message, shapes, call.dtypes, tuple(sorted(args.items()))
-
-
-def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-    return shape if dim is None else (*shape[:dim], -1, *shape[dim + 1 :])
+    args, shapes = call.row.agreed(call.args, call.shapes)
+    common = sorted((name, known.common(x, rank)) for name, x in args.items())
+    return call.row.message, known.common(shapes, rank), call.dtypes, tuple(common)
 
 
 def _difference(x: Any, y: Any) -> str:

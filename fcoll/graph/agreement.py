@@ -52,13 +52,9 @@ def calls_by_group(
 
 
 def _signature(call: Issued, how: str) -> Any:
-    row = call.row
-    args = {k: _plain(v) for k, v in call.args.items() if k not in row.own_args}
-    own_dim = row.own_dim(call.args) if row.own_dim else None
-    shapes = [_plain(shape) for shape in call.shapes]
-    for shape in shapes if own_dim is not None else ():
-        shape[own_dim] = UNKNOWN
-    return [row.message, list(call.dtypes), shapes, sorted(args.items()), how]
+    args, shapes = call.row.agreed(call.args, call.shapes)
+    plain = sorted((name, _plain(x)) for name, x in args.items())
+    return [call.row.message, list(call.dtypes), _plain(shapes), plain, how]
 
 
 def _plain(value: Any) -> Any:

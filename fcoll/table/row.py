@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from torch import Tensor
 Expr = Any  # an int, a float, or a sympy expression
 Shape = list[int]
 Sizes = Sequence[int] | None
+OWN = -1  # in the place of a size
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,15 @@ class Collective:
     def batched(self) -> bool:
         """Can vmap run it? All that return new tensors: the mapped dim goes along, last."""
         return not self.mutates and bool(self.arguments) and self.arguments[0].is_tensor
+
+    def agreed(
+        self, args: Mapping[str, Any], shapes: Iterable[Sequence[Any]]
+    ) -> tuple[dict[str, Any], list[list[Any]]]:
+        """Of a call, what all ranks of the group must have alike: arguments by name, and the shapes
+        of tensors, with OWN where each rank has a size of its own."""
+        own = self.own_dim(args) if self.own_dim else None
+        common = [[OWN if d == own else size for d, size in enumerate(s)] for s in shapes]
+        return {name: x for name, x in args.items() if name not in self.own_args}, common
 
     @property
     def message(self) -> str:
