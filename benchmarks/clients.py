@@ -2,10 +2,11 @@
 
 Each workload is run in a world of each backend in turn, in the same processes, which are pinned to
 cores; the worlds take turns until the end. Median on the slower rank and its share of gloo's.
-"accelerate_ddp" is fcoll's reducer under torch's DDP, on the backend "fcoll". A library that is not
-installed is left out.
+"accelerate_ddp" is fcoll's reducer under torch's DDP, on the backend "fcoll"; "nothing" is torch's
+DDP with a comm hook that sends nothing, the least that any backend can reach. A library that is not
+installed is left out. --busy 4 has four other programs keep the cores busy meanwhile.
 
-python benchmarks/clients.py [--only ddp,fsdp2,generate,megatron] [--turns 4] [--rounds 20]
+python benchmarks/clients.py [--only ddp,fsdp2,generate,megatron] [--turns 4] [--rounds 20] [--busy 0]
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import importlib.util
 import logging
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -120,7 +123,42 @@ WORKLOADS: dict[str, tuple[str, Callable[[], Step], int]] = {
     "megatron, 64 tokens": ("megatron", partial(megatron, 64), 1),
     "megatron, 256 tokens": ("megatron", partial(megatron, 256), 1),
 }
-WAYS = {"gloo": "gloo", "fcoll": "fcoll", "accelerate_ddp": "fcoll"}  # -> backend
+# -> backend
+WAYS = {"gloo": "gloo", "fcoll": "fcoll", "accelerate_ddp": "fcoll", "nothing": "gloo"}
+
+
+@contextmanager
+def sending_nothing() -> Iterator[None]:
+    """Models that torch's DDP wraps inside keep their gradients to themselves."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    original = DistributedDataParallel.__init__
+
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.register_comm_hook(None, hook)
+
+    DistributedDataParallel.__init__ = init
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = original
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Others that use all the time they get."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 @contextmanager
@@ -150,6 +188,7 @@ def rank_main(rank: int, folder: str, titles: list[str], turns: int, rounds: int
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     # what libraries look at to see that there are ranks
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -161,8 +200,12 @@ def rank_main(rank: int, folder: str, titles: list[str], turns: int, rounds: int
         for _ in range(turns):
             for way in ways:
                 number += 1
-                ours = fcoll.accelerate_ddp() if way == "accelerate_ddp" else nullcontext()
-                with world(WAYS[way], folder, number, rank), ours:
+                with ExitStack() as stack:
+                    stack.enter_context(world(WAYS[way], folder, number, rank))
+                    if way == "accelerate_ddp":
+                        stack.enter_context(fcoll.accelerate_ddp())
+                    elif way == "nothing":
+                        stack.enter_context(sending_nothing())
                     torch.manual_seed(0)
                     ms[way] += [each / steps for each in measured(make(), rounds)]
         if rank == 0:
@@ -179,6 +222,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="beginnings of titles, with commas")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--busy", type=int, default=0, help="other programs beside the ranks")
     args = parser.parse_args()
     chosen = []
     for title, (package, *_) in WORKLOADS.items():
@@ -188,8 +232,9 @@ def main() -> None:
             print(f"{title:<28}{package} is not installed")
             continue
         chosen.append(title)
-    print(f"{RANKS} ranks, {args.turns} turns of {args.rounds} rounds: median ms (of gloo's)")
-    with tempfile.TemporaryDirectory() as folder:
+    beside = f" beside {args.busy} busy programs" if args.busy else ""
+    print(f"{RANKS} ranks{beside}, {args.turns} turns of {args.rounds}: median ms (of gloo's)")
+    with tempfile.TemporaryDirectory() as folder, busy_programs(args.busy):
         facts = folder, chosen, args.turns, args.rounds
         torch.multiprocessing.spawn(rank_main, facts, nprocs=RANKS)
 
