@@ -15,9 +15,9 @@ PLUGINS = {
     # An op of fcoll is being traced: have stock Inductor and AOTAutograd's partitioner know it.
     "traced": "inductor_ext.stock.teach:teach",
     # `fcoll calibrate` runs: measure also what the compiler decides by.
-    "calibrate": "inductor_ext.calibrate:calibrate_one_shot",
+    "calibrate": "inductor_ext.one_shot_calibration:calibrate_one_shot",
     # torch's DistributedDataParallel is traced: put a reducer there that can be (tracing/ddp.py).
-    "reducers": "fcoll.training.traced:REDUCERS",
+    "reducers": "fcoll.training.traceable_ddp:REDUCERS",
 }
 
 

@@ -114,7 +114,7 @@ class Config:
 
     def key(self) -> str | None:
         """All of it that decides what is generated, for caches; None if that cannot be said."""
-        from inductor_ext import prices
+        from inductor_ext import graph_prices
         from inductor_ext.lower.cuda import enabled_groups
 
         apart = ("log", "schedule", "machine", "network")
@@ -122,7 +122,7 @@ class Config:
         planned = scheduler_key(self.schedule)
         if planned is None:
             return None
-        return repr((settings, enabled_groups(), planned, prices.key()))
+        return repr((settings, enabled_groups(), planned, graph_prices.key()))
 
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[None]:

@@ -21,11 +21,11 @@ from fcoll.checking.kinds import Kinds, find_kinds, moved, witnesses
 from fcoll.checking.membership import groups_meet
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import origins_of
-from fcoll.checking.values import Ran, check_size, run_on_ranks
+from fcoll.checking.simulated_run import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe, why_none, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
-from fcoll.tracing.alike import Alike
+from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.peers import Board
 from fcoll.tracing.trace import Mode, Trace
 from fcoll.tracing.workers import Tracer

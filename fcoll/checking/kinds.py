@@ -1,7 +1,7 @@
 """Ranks of a large world that do the same, found while few of them are traced.
 
-A rank is traced, and with it all that are alike (tracing/alike.py); then one of the others, until
-all are known. Ranks of a kind are told apart further by the kinds of those they meet, so that all
+A rank is traced, and with it all that are alike (tracing/equivalent_ranks.py); then one of the
+others, until all are known. Ranks of a kind are told apart further by the kinds of those they meet, so that all
 ranks of a kind meet the same kinds along every axis: what is proved for a few that meet is then
 proved for all.
 """
@@ -17,7 +17,7 @@ import numpy
 
 from fcoll.checking.proofs import Program
 from fcoll.checking.provenance import Origins, Term
-from fcoll.tracing.alike import Alike
+from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.peers import Board
 
 PATIENCE_S = 20.0  # of tracing kinds, after which others are taken to do as those traced

@@ -1,8 +1,9 @@
-"""What a rank is told by others before its step can be traced: the shapes that the stages of a
-pipeline send each other when they first run.
+"""Values that a rank needs from others before its step can be traced: the shapes that the stages of
+a pipeline send each other when they first run.
 
-A rank that asks for what nobody has said yet is put off: the one that says it is run until it does,
-then the first begins again. So only ``build(mesh)``, which makes the program of any rank, will do.
+A rank that requests what nobody has published yet is put off: the one that publishes it is run
+until it does, then the first begins again. So only ``build(mesh)``, which makes the program of any
+rank, will do.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 from fcoll.errors import Deadlock, UnmatchedTransfer, ran
 from fcoll.tracing import singletons
-from fcoll.tracing.alike import Alike
-from fcoll.tracing.asking import asking
+from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.fake_world import fake_world, new_groups_noted
-from fcoll.tracing.told import Asked, Key, Said, Talk, talking
+from fcoll.tracing.peer_values import Key, PeerValues, Published, Requested, exchanging
+from fcoll.tracing.rank_queries import answering_for
 from fcoll.tracing.trace import Mode, Trace, trace
 from fcoll.tracing.values import agreeing
 
@@ -26,13 +27,13 @@ Build = Callable[[Any], Any]
 
 @dataclass
 class Board:
-    """What ranks have said, for all traces of one program."""
+    """What ranks have published, for all traces of one program."""
 
     build: Build
     axes: Mapping[str, int]
     mode: Mode = "joint"
     sizes: Mapping[str, int] = field(default_factory=dict)  # by symbol or line
-    said: dict[Key, Any] = field(default_factory=dict)
+    published: dict[Key, Any] = field(default_factory=dict)
     agreed: Mapping[str, bool] = field(default_factory=dict)  # decisions by values all ranks share
 
     @contextmanager
@@ -43,18 +44,18 @@ class Board:
                 try:
                     made = self._run(rank, None, world, alike)
                     break
-                except Asked as asked:
+                except Requested as request:
                     world.close()
-                    self._find_out([asked])
+                    self._find_out([request])
             yield made
 
     def _run(
         self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
         world.enter_context(singletons.as_before())
-        with talking(Talk(self.said, wanted)), agreeing(self.agreed):
+        with exchanging(PeerValues(self.published, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
-            with asking(alike) if alike is not None else nullcontext():
+            with answering_for(alike) if alike is not None else nullcontext():
                 with new_groups_noted() as before:
                     fn, args = ran("build", self.build(mesh))
                 made = trace(fn, *args, mode=self.mode)
@@ -64,24 +65,24 @@ class Board:
                 alike.issued(made.collectives)
             return made
 
-    def _find_out(self, todo: list[Asked]) -> None:
-        """Run the ranks that say what was asked for, those first that they ask themselves."""
+    def _find_out(self, todo: list[Requested]) -> None:
+        """Run the ranks that publish what is requested, first those that they need themselves."""
         while todo:
-            asked = todo[-1]
+            request = todo[-1]
             try:
                 with ExitStack() as world:
-                    self._run(asked.source, asked.key, world)
-            except Said:
+                    self._run(request.source, request.key, world)
+            except Published:
                 todo.pop()
-            except Asked as other:
+            except Requested as other:
                 if any(other.key == before.key for before in todo):
                     _raise_circle(todo)
                 todo.append(other)
             else:
-                _raise_unsaid(asked)
+                _raise_unpublished(request)
 
 
-def _raise_circle(todo: list[Asked]) -> None:
+def _raise_circle(todo: list[Requested]) -> None:
     waits = [f"  rank {x.rank} waits for {x.what} from rank {x.source}" for x in todo]
     lines = ["ranks wait for what the others have to say first:", *waits]
     error = Deadlock(message="\n".join(lines))
@@ -89,11 +90,11 @@ def _raise_circle(todo: list[Asked]) -> None:
     raise error
 
 
-def _raise_unsaid(asked: Asked) -> None:
+def _raise_unpublished(request: Requested) -> None:
     error = UnmatchedTransfer(
-        message=f"between ranks {asked.source} and {asked.rank}: rank {asked.rank} waits for "
-        f"{asked.what}, which rank {asked.source} does not send. All ranks of a pipeline must make "
-        "the same stages, in the same order."
+        message=f"between ranks {request.source} and {request.rank}: rank {request.rank} waits for "
+        f"{request.what}, which rank {request.source} does not send. All ranks of a pipeline must "
+        "make the same stages, in the same order."
     )
-    error.ranks = (asked.source, asked.rank)
+    error.ranks = (request.source, request.rank)
     raise error

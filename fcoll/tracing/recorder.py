@@ -30,7 +30,7 @@ from fcoll.groups import Group, by_name, group_name
 from fcoll.source import current_part, is_library
 from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
-from fcoll.tracing import _torch, c10d, objects, pipelines, told
+from fcoll.tracing import _torch, in_place_calls, object_collectives, peer_values, pipelines
 from fcoll.tracing.fakes import Results
 from fcoll.tracing.shared_values import digest_of
 from fcoll.tracing.values import user_line
@@ -70,8 +70,12 @@ class Recorder(_torch.TorchDispatchMode):
         self._kept: list[Tensor] = []  # so that ids stay theirs
         self._origins: list[tuple[int, Origin]] = []  # by number of the autograd node they made
         self._last_input: fx.Node | None = None
-        self._pending: dict[int, c10d.Pending] = {}  # by the storage that is being written
-        self._works: dict[int, tuple[Any, c10d.Pending]] = {}  # by the handle's id, held with it
+        self._pending: dict[
+            int, in_place_calls.Pending
+        ] = {}  # by the storage that is being written
+        self._works: dict[
+            int, tuple[Any, in_place_calls.Pending]
+        ] = {}  # by the handle's id, held with it
         # by id, held with it: a code's hash goes over its constants, and Dynamo's may have none
         self._is_library: dict[int, tuple[CodeType, bool]] = {}
         self._interned: dict[Any, Any] = {}
@@ -136,10 +140,10 @@ class Recorder(_torch.TorchDispatchMode):
         """An in-place op of torch.distributed: the table's ops in its place, and a wait at once or,
         where the program has a handle, when it waits for it, at the latest before the first use
         of the result."""
-        if (op := c10d.op_of(func)) is None:
+        if (op := in_place_calls.op_of(func)) is None:
             return None
         with self:
-            pending, at_once = c10d.start(op, args, kwargs)
+            pending, at_once = in_place_calls.start(op, args, kwargs)
             if at_once:
                 pending.complete()
         out = op.returned(args)  # with a handle
@@ -149,14 +153,16 @@ class Recorder(_torch.TorchDispatchMode):
                 self._works[id(work)] = work, pending
         return out
 
-    def _exchange(self, group: Any, output: Tensor, input: Tensor, *splits: Any) -> c10d.Handle:
+    def _exchange(
+        self, group: Any, output: Tensor, input: Tensor, *splits: Any
+    ) -> in_place_calls.Handle:
         """An exchange whose splits only a run knows, which no op of c10d takes."""
-        pending = c10d.start_exchange(group, output, input, *splits)
+        pending = in_place_calls.start_exchange(group, output, input, *splits)
         self._pending.update(dict.fromkeys(pending.storages(), pending))
-        return c10d.Handle(lambda: self._finish(pending))
+        return in_place_calls.Handle(lambda: self._finish(pending))
 
     def _objects(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return objects.call(name, self.notes, *args, **kwargs)
+        return object_collectives.call(name, self.notes, *args, **kwargs)
 
     def _waits(self, work: Any) -> None:
         """The program waits for a handle; dist.send and dist.recv do so at once."""
@@ -164,7 +170,7 @@ class Recorder(_torch.TorchDispatchMode):
         if pending is not None:
             self._finish(pending)
 
-    def _finish(self, pending: c10d.Pending) -> None:
+    def _finish(self, pending: in_place_calls.Pending) -> None:
         """Wait for the messages of a call: where the program does, this mode is on."""
         for storage in pending.storages():
             self._pending.pop(storage, None)
@@ -451,7 +457,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
                 _torch.around_objects(self._objects),
-                pipelines.stages_told(self.paused, told.say, told.ask),
+                pipelines.stages_told(self.paused, peer_values.publish, peer_values.request),
             ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}

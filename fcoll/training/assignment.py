@@ -13,7 +13,7 @@ from fcoll.errors import BadBuckets
 from fcoll.scheduling.buckets import Bucket
 from fcoll.table.reduce import ALL_REDUCE
 from fcoll.training import _torch
-from fcoll.training.collectives import Collectives
+from fcoll.training.bucket_collectives import Collectives
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first message leaves early
 BUCKET_BYTES = 25 << 20

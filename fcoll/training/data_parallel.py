@@ -24,9 +24,9 @@ from fcoll.training.assignment import (
     compute_bucket_assignment_by_size,
 )
 from fcoll.training.averaged import averaged
-from fcoll.training.doors import serving
+from fcoll.training.overrides import serving
+from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
-from fcoll.training.verify import verify_params_across_processes
 from fcoll.transport.acceleration import Acceleration
 from fcoll.transport.carriers import carrier_of
 

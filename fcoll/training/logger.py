@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fcoll.training.assignment import compute_bucket_assignment_by_size
-from fcoll.training.doors import Theirs, door, door_to
+from fcoll.training.overrides import Theirs, override, override_of
+from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
-from fcoll.training.verify import verify_params_across_processes
 
 _ENVIRONMENT = {
     "master_port": "MASTER_PORT",
@@ -194,12 +194,12 @@ def _bytes(x: torch.Tensor) -> int:
 # -- torch.distributed's names ---
 
 
-@door("Logger")
+@override("Logger")
 def _logger(theirs: Theirs) -> Any:
-    return door_to(theirs, Logger, lambda reducer=None: isinstance(reducer, Reducer))
+    return override_of(theirs, Logger, lambda reducer=None: isinstance(reducer, Reducer))
 
 
-@door("_register_comm_hook")
+@override("_register_comm_hook")
 def _register_comm_hook(theirs: Theirs) -> Callable[..., Any]:
     def register(reducer: Any, state: Any, comm_hook: Any) -> None:
         if isinstance(reducer, Reducer):
@@ -210,7 +210,7 @@ def _register_comm_hook(theirs: Theirs) -> Callable[..., Any]:
     return register
 
 
-@door("_register_builtin_comm_hook")
+@override("_register_builtin_comm_hook")
 def _register_builtin_comm_hook(theirs: Theirs) -> Callable[..., Any]:
     def register(reducer: Any, comm_hook_type: dist.BuiltinCommHookType) -> None:
         if isinstance(reducer, Reducer):
@@ -221,7 +221,7 @@ def _register_builtin_comm_hook(theirs: Theirs) -> Callable[..., Any]:
     return register
 
 
-@door("_verify_params_across_processes")
+@override("_verify_params_across_processes")
 def _verify(theirs: Theirs) -> Callable[..., Any]:
     def verify(process_group: Any, params: Any, logger: Any = None) -> None:
         ours = isinstance(logger, Logger)
@@ -230,7 +230,7 @@ def _verify(theirs: Theirs) -> Callable[..., Any]:
     return verify
 
 
-@door("_compute_bucket_assignment_by_size")
+@override("_compute_bucket_assignment_by_size")
 def _compute(theirs: Theirs) -> Callable[..., Any]:
     def compute(*args: Any, logger: Any = None, **kwargs: Any) -> Any:
         if isinstance(logger, Logger):

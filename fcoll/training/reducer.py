@@ -32,7 +32,7 @@ from fcoll.errors import (
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
 from fcoll.source import Frames, part, show, user_sites
-from fcoll.training import _torch, explain, hooks, tags
+from fcoll.training import _torch, backward_errors, comm_hooks, tags
 from fcoll.training import bucket as buckets
 from fcoll.training.arrivals import arrivals_of
 from fcoll.training.assignment import (
@@ -43,9 +43,9 @@ from fcoll.training.assignment import (
     planned,
 )
 from fcoll.training.bucket import Bucket, GradBucket
-from fcoll.training.collectives import Collectives, Started
-from fcoll.training.doors import open_doors
-from fcoll.training.settings import Settings
+from fcoll.training.bucket_collectives import Collectives, Started
+from fcoll.training.overrides import install_overrides
+from fcoll.training.reducer_settings import Settings
 from fcoll.training.shared import put_into_shared_memory
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, warn_all_used
@@ -93,8 +93,8 @@ class Reducer(Settings):
         if not params:
             raise BadBuckets(why="Expected at least one parameter", hint="Pass the parameters.")
         if lazy_bucket_allocation:
-            warnings.warn(explain.KEEPS_BUCKETS, stacklevel=2)
-        open_doors()
+            warnings.warn(backward_errors.KEEPS_BUCKETS, stacklevel=2)
+        install_overrides()
         super().__init__()
         self.params = list(params)
         self.group = Collectives(process_group)
@@ -172,7 +172,7 @@ class Reducer(Settings):
         for b, bucket in enumerate(self._buckets):
             for i, view in zip(bucket.indices, bucket.views, strict=True):
                 bucket_of[i], views[i] = b, view
-        named = [explain.listed(self.names[i] for i in members) for members in self.indices]
+        named = [backward_errors.listed(self.names[i] for i in members) for members in self.indices]
         self._parts = [f"bucket_{b}: {names}" for b, names in enumerate(named)]
         self.arrivals.into(bucket_of, views, self.shares)
         if self.shares:
@@ -210,7 +210,7 @@ class Reducer(Settings):
             return False
         if len(self._order) != len(self.params):
             missing = {*range(len(self.params))} - {*self._order}
-            names = explain.listed(self.names[i] for i in sorted(missing))
+            names = backward_errors.listed(self.names[i] for i in sorted(missing))
             self._fail(
                 BadBuckets(
                     why=f"{len(self._order)} gradients became ready for {len(self.params)} "
@@ -348,7 +348,8 @@ class Reducer(Settings):
     def _late(self, index: int) -> None:
         """A gradient came after all were reduced, and no forward pass since: it stays here."""
         warnings.warn(
-            explain.late(self.names[index], self._line(-1) if self._passes else ""), stacklevel=2
+            backward_errors.late(self.names[index], self._line(-1) if self._passes else ""),
+            stacklevel=2,
         )
 
     def _scale(self) -> float:
@@ -367,11 +368,11 @@ class Reducer(Settings):
     def _refuse(self, index: int) -> None:
         """A parameter got a gradient too many."""
         if self.static_graph:
-            text = explain.graph_changed(index, self.names[index], self._triggered[index])
+            text = backward_errors.graph_changed(index, self.names[index], self._triggered[index])
             self._fail(GraphChanged(message=text))
         first = self._line(self.arrivals.seen()["ready_in"][index])
         marked = index in self._unused
-        text = explain.ready_twice(index, self.names[index], first, self._line(-1), marked)
+        text = backward_errors.ready_twice(index, self.names[index], first, self._line(-1), marked)
         self._fail(ReadyTwice(message=text))
 
     def _send(self, index: int) -> None:
@@ -454,7 +455,7 @@ class Reducer(Settings):
                     if self._hook is None:
                         result = self._gradients_in(work.wait(), index)
                     else:
-                        result = hooks.result_of(work)
+                        result = comm_hooks.result_of(work)
                     own = result is bucket.buffer and not any(keep)
                     if not self._optimizes and not (own and self.arrivals.give_back(index)):
                         bucket.spread(result, self.shares, keep)
@@ -500,7 +501,7 @@ class Reducer(Settings):
         if not self._unfinished and self._reached is None:
             return
         missing = [i for i, n in enumerate(self.arrivals.seen()["ready_in"]) if n < 0]
-        facts = explain.Facts(
+        facts = backward_errors.Facts(
             self.group.rank,
             missing,
             self.names,
@@ -509,7 +510,7 @@ class Reducer(Settings):
             len(self._passes),
             self._raised_at(),
         )
-        error = ReductionUnfinished(message=explain.unfinished(facts))
+        error = ReductionUnfinished(message=backward_errors.unfinished(facts))
         error.parameters = tuple(self.names[i] for i in missing)
         self._fail(error)
 

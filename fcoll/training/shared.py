@@ -15,7 +15,7 @@ from fcoll.errors import from_native
 from fcoll.groups import by_name
 from fcoll.training import _torch
 from fcoll.training.bucket import Bucket, DenseBucket
-from fcoll.training.collectives import Collectives, Started
+from fcoll.training.bucket_collectives import Collectives, Started
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
 

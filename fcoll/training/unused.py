@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fcoll.training import _torch
-from fcoll.training.collectives import Collectives, Started
+from fcoll.training.bucket_collectives import Collectives, Started
 
 
 def not_reached(outputs: Iterable[Tensor], accumulators: Sequence[Any]) -> list[int]:

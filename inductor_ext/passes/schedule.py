@@ -29,8 +29,8 @@ from inductor_ext._torch import is_view
 from inductor_ext.choice import Choice, calls_of, choice_of, set_choice
 from inductor_ext.config import config
 from inductor_ext.errors import SchedulerFailed
+from inductor_ext.graph_prices import machine_for, network, us_over
 from inductor_ext.passes.choose import carrier_of
-from inductor_ext.prices import machine_for, network, us_over
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fcoll
-from fcoll.checking.values import run_on_ranks
+from fcoll.checking.simulated_run import run_on_ranks
 from fcoll.cli import main
 from fcoll.cli.commands import FAILED, FINE, FOUND
 from fcoll.errors import BadMesh, CollectiveMismatch, Deadlock, NotOnSimulatedRanks, NoValues

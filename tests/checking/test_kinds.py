@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 import fcoll
 from fcoll.checking.check import check
 from fcoll.errors import CheckMismatch, CollectiveMismatch, Deadlock, UnmatchedTransfer
-from fcoll.tracing.alike import Alike
+from fcoll.tracing.equivalent_ranks import Alike
 
 MESH = {"dp": 16, "tp": 8}
 

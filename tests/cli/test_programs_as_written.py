@@ -13,8 +13,8 @@ from fcoll.checking.check import check
 from fcoll.cli import main, programs
 from fcoll.cli.commands import FINE
 from fcoll.errors import NeedsPeers
+from fcoll.tracing.peer_values import PeerValues, exchanging
 from fcoll.tracing.peers import Board
-from fcoll.tracing.told import Talk, talking
 
 FOLDER = Path(__file__).parents[1] / "programs_as_written"
 pytestmark = [
@@ -185,7 +185,7 @@ def test_a_pipeline_is_afterwards_as_it_was():
         before = set(vars(stage))
         traces = []
         for _ in range(2):
-            with talking(Talk(_said_by_others(build))):
+            with exchanging(PeerValues(_said_by_others(build))):
                 traces.append(fcoll.trace(fn, *args))
             assert set(vars(stage)) == before
             assert not any(vars(stage).get(name) for name in CACHES)
@@ -196,4 +196,4 @@ def test_a_pipeline_is_afterwards_as_it_was():
 def _said_by_others(build):
     board = Board(build, {"pp": 4})
     with board.traced(0):
-        return board.said
+        return board.published

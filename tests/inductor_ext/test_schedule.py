@@ -25,7 +25,7 @@ from fcoll.errors import BadOption, PlanMismatch, UnknownMachine, UnknownSchedul
 from fcoll.graph.nodes import is_start, is_wait
 from fcoll.scheduling.registry import SCHEDULERS
 from fcoll.transport import shared_memory
-from inductor_ext import prices
+from inductor_ext import graph_prices
 from inductor_ext.choice import choice_of
 from inductor_ext.config import config
 from inductor_ext.errors import SchedulerFailed
@@ -340,15 +340,15 @@ def test_a_function_with_a_state_of_its_own_is_not_cached():
 
 def test_prices_are_those_of_the_way_that_a_group_takes(tmp_path, monkeypatch):
     monkeypatch.setenv("FCOLL_MACHINE_DIR", str(tmp_path))
-    assert prices.machine_for(()).name == "cpu"
-    assert prices.network().name == "cpu-gloo"
+    assert graph_prices.machine_for(()).name == "cpu"
+    assert graph_prices.network().name == "cpu-gloo"
     (tmp_path / "local.toml").write_text(Machine.preset("a100").to_toml())
-    assert prices.machine_for(()).name == "a100"
-    assert prices.network().name == "cpu-gloo"
+    assert graph_prices.machine_for(()).name == "a100"
+    assert graph_prices.network().name == "cpu-gloo"
     with config.patch(machine="h100"):
-        assert prices.network().name == prices.machine_for(()).name == "h100"
+        assert graph_prices.network().name == graph_prices.machine_for(()).name == "h100"
         with config.patch(network="b200"):
-            assert prices.network().name == "b200"
+            assert graph_prices.network().name == "b200"
 
 
 def test_the_table_says_what_the_schedule_did():

@@ -25,7 +25,7 @@ from fcoll.errors import (
 )
 from fcoll.training.arrivals import Arrivals
 from fcoll.training.assignment import compute_bucket_assignment_by_size
-from fcoll.training.verify import verify_params_across_processes
+from fcoll.training.parameter_check import verify_params_across_processes
 
 SIZES = st.lists(
     st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64]), st.booleans()),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fcoll
-from fcoll.training.collectives import Collectives
+from fcoll.training.bucket_collectives import Collectives
 from fcoll.transport.native import build
 
 

@@ -191,7 +191,7 @@ def _extension(compiler: Compiler, library: Path, extension: Path, log: Path) ->
 
 
 def make_prebuilt() -> Path:
-    """Compile the library and the extension for a wheel: see wheel/backend.py."""
+    """Compile the library and the extension for a wheel: see wheel/wheel_build.py."""
     library = prebuilt.FOLDER / prebuilt.LIBRARY
     extension = _extension_path(library)
     library.parent.mkdir(exist_ok=True)

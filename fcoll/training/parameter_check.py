@@ -24,7 +24,7 @@ def verify_params_across_processes(
 
     The result is a number for their reducer, the same on all ranks.
 
-    >>> from fcoll.training.verify import verify_params_across_processes
+    >>> from fcoll.training.parameter_check import verify_params_across_processes
     >>> verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3)]) > 0
     True
     """

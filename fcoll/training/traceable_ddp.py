@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fcoll.training import _torch, explain
+from fcoll.training import _torch, backward_errors
 from fcoll.training.assignment import compute_bucket_assignment_by_size
-from fcoll.training.collectives import Collectives
-from fcoll.training.doors import serving
+from fcoll.training.bucket_collectives import Collectives
 from fcoll.training.logger import Logger
+from fcoll.training.overrides import serving
 from fcoll.training.reducer import Reducer
 
 
@@ -131,7 +131,8 @@ def _like(module: Any, static: bool) -> Reducer:
 def _notes(module: nn.Module, reducer: Reducer) -> Iterator[str]:
     kind = type(module).__name__
     for bucket in reducer.buckets:
-        yield f"{kind} {bucket.name}, {bucket.bytes} bytes: {explain.listed(bucket.members)}"
+        members = backward_errors.listed(bucket.members)
+        yield f"{kind} {bucket.name}, {bucket.bytes} bytes: {members}"
 
 
 REDUCERS = Reducers()

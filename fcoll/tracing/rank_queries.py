@@ -1,4 +1,4 @@
-"""What a program asks torch about ranks, answered with Numbers (see alike.py) in a trace."""
+"""What a program asks torch about ranks, answered with Numbers (equivalent_ranks.py) in a trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fcoll.groups import by_name, rank_answers
 from fcoll.lobby import RANK_VARIABLES
 from fcoll.source import is_library, is_pythons
 from fcoll.tracing import _torch
-from fcoll.tracing.alike import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks
+from fcoll.tracing.equivalent_ranks import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks
 
 
 @contextmanager
-def asking(alike: Alike) -> Iterator[None]:
+def answering_for(alike: Alike) -> Iterator[None]:
     """Inside a fake world, questions about ranks are asked of ``alike``."""
     rank = dist.ProcessGroup.rank
     groups = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-BACKEND = Path(__file__).parents[2] / "fcoll" / "transport" / "native" / "wheel" / "backend.py"
+BACKEND = Path(__file__).parents[2] / "fcoll" / "transport" / "native" / "wheel" / "wheel_build.py"
 
 
 @pytest.fixture

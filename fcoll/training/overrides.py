@@ -16,10 +16,10 @@ import torch.distributed as dist
 from fcoll.training import _torch
 
 Theirs = Callable[..., Any]
-_doors: dict[str, Callable[[Theirs], Any]] = {}
+_overrides: dict[str, Callable[[Theirs], Any]] = {}
 
 
-class Door(type):
+class Override(type):
     """The type of a class in place of one of torch's: calling it makes one of theirs or of ours,
     and both are its instances."""
 
@@ -34,26 +34,26 @@ class Door(type):
         return isinstance(instance, (cls.theirs, cls.ours))
 
 
-def door_to(theirs: Any, ours: type, pick: Callable[..., bool]) -> Any:
+def override_of(theirs: Any, ours: type, pick: Callable[..., bool]) -> Any:
     """A class that is one of the two by its arguments."""
     facts = {"theirs": theirs, "ours": ours, "pick": staticmethod(pick), "__doc__": theirs.__doc__}
-    return Door(theirs.__name__, (), facts)
+    return Override(theirs.__name__, (), facts)
 
 
-def door(name: str) -> Callable[[Callable[[Theirs], Any]], Callable[[Theirs], Any]]:
+def override(name: str) -> Callable[[Callable[[Theirs], Any]], Callable[[Theirs], Any]]:
     """Name what takes torch's function and gives the one to put in its place."""
 
     def keep(make: Callable[[Theirs], Any]) -> Callable[[Theirs], Any]:
-        _doors[name] = make
+        _overrides[name] = make
         return make
 
     return keep
 
 
-def open_doors() -> None:
+def install_overrides() -> None:
     """Once in a process."""
-    while _doors:
-        name, make = _doors.popitem()
+    while _overrides:
+        name, make = _overrides.popitem()
         _torch.replace(name, make)
 
 
@@ -72,8 +72,10 @@ _serving = _Serving()
 @contextmanager
 def serving(ours: type) -> Iterator[None]:
     """Inside, on this thread, ``torch.distributed.Reducer(...)`` makes one of ours."""
-    if dist.Reducer is not ours and not isinstance(dist.Reducer, Door):
-        _torch.replace("Reducer", lambda theirs: door_to(theirs, ours, lambda *_: _serving.ours))
+    if dist.Reducer is not ours and not isinstance(dist.Reducer, Override):
+        _torch.replace(
+            "Reducer", lambda theirs: override_of(theirs, ours, lambda *_: _serving.ours)
+        )
     before, _serving.ours = _serving.ours, True
     try:
         yield

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fcoll.errors import BadCommHook, CollectiveMismatch
 from fcoll.source import show, user_sites
-from fcoll.training import _torch, explain, hooks, tags
+from fcoll.training import _torch, backward_errors, comm_hooks, tags
 from fcoll.training.bucket import Bucket, GradBucket
-from fcoll.training.collectives import Collectives
+from fcoll.training.bucket_collectives import Collectives
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap
 
@@ -33,7 +33,7 @@ class Settings:
     def __init__(self) -> None:
         self.graph_is_static = True  # so far
         self._logger: Callable[[], Any] = lambda: None
-        self._hook: hooks.Hook | None = None
+        self._hook: comm_hooks.Hook | None = None
         self._mixed_dtype: torch.dtype | None = None
         self._optimizes = False
         self._futures: Sequence[Any] = ()
@@ -48,17 +48,17 @@ class Settings:
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have ``hook(state, bucket)`` reduce the buckets: torch's interface."""
-        self._set_hook(hooks.python_hook(state, hook))
+        self._set_hook(comm_hooks.python_hook(state, hook))
 
     def register_functional_hook(self, hook: Callable[[Tensor], Tensor]) -> None:
         """Have ``hook(flat gradients)`` reduce the buckets: a function from tensor to tensor."""
-        self._set_hook(hooks.functional_hook(hook))
+        self._set_hook(comm_hooks.functional_hook(hook))
 
     def register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Have one of torch's two built-in hooks reduce the buckets."""
-        self._set_hook(hooks.BUILTIN[comm_hook_type](lambda: self.group))
+        self._set_hook(comm_hooks.BUILTIN[comm_hook_type](lambda: self.group))
 
-    def _set_hook(self, hook: hooks.Hook) -> None:
+    def _set_hook(self, hook: comm_hooks.Hook) -> None:
         if self._hook is not None:
             self._fail(
                 BadCommHook(
@@ -74,7 +74,7 @@ class Settings:
 
     def run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """A future of a list with the bucket's buffer, added up over the ranks in place."""
-        return hooks.done([self.group.sum_(bucket.buffer()).wait()])
+        return comm_hooks.done([self.group.sum_(bucket.buffer()).wait()])
 
     # -- set ---------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Settings:
     def shown(self, index: int) -> str:
         """A bucket, as errors speak of it."""
         names = [self.names[i] for i in self.indices[index]]
-        return explain.bucket(index, len(self.indices), names, self.made_at)
+        return backward_errors.bucket(index, len(self.indices), names, self.made_at)
 
     # -- errors ------------------------------------------------------------------------------------
 

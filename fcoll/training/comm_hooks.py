@@ -17,7 +17,7 @@ from torch.futures import Future
 from fcoll.errors import BadCommHook
 from fcoll.training import _torch
 from fcoll.training.bucket import GradBucket
-from fcoll.training.collectives import Collectives
+from fcoll.training.bucket_collectives import Collectives
 
 Hook = Callable[[GradBucket], Any]  # -> a future
 

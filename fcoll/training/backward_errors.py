@@ -35,7 +35,7 @@ class Facts:
 def listed(names: Iterable[str]) -> str:
     """The first few of them.
 
-    >>> from fcoll.training.explain import listed
+    >>> from fcoll.training.backward_errors import listed
     >>> listed(["a", "b"]), listed(map(str, range(10)))
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
     """
