@@ -1,9 +1,9 @@
 """Ranks of a large world that do the same, found while few of them are traced.
 
 A rank is traced, and with it all that are alike (tracing/equivalent_ranks.py); then one of the
-others, until all are known. Ranks of a kind are told apart further by the kinds of those they meet, so that all
-ranks of a kind meet the same kinds along every axis: what is proved for a few that meet is then
-proved for all.
+others, until all are known. Ranks of a kind are told apart further by the kinds of those they meet,
+so that all ranks of a kind meet the same kinds along every axis: what is proved for a few that meet
+is then proved for all.
 """
 
 from __future__ import annotations
