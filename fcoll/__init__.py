@@ -182,9 +182,13 @@ def _register() -> None:
     what Dynamo is told."""
     import fcoll_backend
     from fcoll import _torch, functions, symm_mem  # noqa: F401
+    from fcoll.ranks.patches import Patches
+
+    def know_dynamo() -> None:
+        Patches("import fcoll").wrap(*_torch.no_guards_on_globals_of(__name__))
 
     fcoll_backend.register()
-    when_imported(_torch.TRACES_FUNCTIONS, lambda: _torch.no_guards_on_globals_of(__name__))
+    when_imported(_torch.TRACES_FUNCTIONS, know_dynamo)
 
 
 # All others import torch, in the middle of which what is registered would import them.

@@ -217,7 +217,7 @@ def rank_hash(old: Callable[[Any], int], value: Any) -> int:
     return hash(value.node.first)
 
 
-def formatted(value: Any, spec: str) -> str:
+def formatted(old: Any, value: Any, spec: str) -> str:
     """A SymInt in an f-string: each rank's int by the format."""
     ints = getattr(value.node, "_local_ints", None)
     if not spec or ints is None:

@@ -46,7 +46,7 @@ class LocalTensorMode(TorchDispatchMode):
 
     def __enter__(self) -> LocalTensorMode:
         modes.get_local_tensor_mode_list().append(self)
-        patches.enter()
+        patches.in_force.__enter__()
         self.enable_()
         if not _torch.in_fake_mode():  # all ranks start from the same state
             self._per_rank_rng_states.update(dict.fromkeys(self.ranks, rng.get_state()))
@@ -55,7 +55,7 @@ class LocalTensorMode(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         modes.get_local_tensor_mode_list().pop()
         self.disable_()
-        patches.leave()
+        patches.in_force.__exit__()
         super().__exit__(*exc)
 
     def __torch_dispatch__(

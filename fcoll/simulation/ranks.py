@@ -91,7 +91,7 @@ def run(
     results: list[Any] = [None] * session.n
     caller, threads = Settings.now(generators), torch.get_num_threads()
     unwaited = async_tensor.unwaited()
-    with world.in_force(), torchrun_variables(session.n):
+    with world.in_force, torchrun_variables(session.n):
         try:
             for number in range(session.n):
                 rank = Rank(number, session.baton, caller.for_rank(number), session)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
 from fcoll.imports import private, private_names, say_what_is_missing
+from fcoll.ranks.patches import Patches
 from fcoll.source import is_library
 
 TransformType, _add_batch_dim, _remove_batch_dim, _unwrap_batched = private_names(
@@ -276,7 +277,7 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
 # -- what asks for the rank, which is another on each ---
 
 
-class Patch:
+class RankQueries:
     """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank, and
     torch's functional collectives take the short way (``short``: by name, given torch's own)."""
 
@@ -313,31 +314,23 @@ class Patch:
         self.short = short
         self._made: dict[Any, Any] = {}  # (owner, name) -> torch's own, and what it becomes
 
-    def apply(self) -> Callable[[], None]:
-        """Returns what undoes it."""
+    def apply(self, patches: Patches) -> None:
         changes = self.changes
         if functional := sys.modules.get(_FUNCTIONAL):
             names = vars(functional)  # which differ between versions of torch
             changes += tuple((functional, n, make) for n, make in self.short.items() if n in names)
-        before: list[tuple[Any, str, Any]] = []
+        patches.apply(
+            [(owner, name, self._new(owner, name, make)) for owner, name, make in changes]
+        )
 
-        def undo() -> None:
-            for owner, name, old in before:
-                setattr(owner, name, old)
-
-        try:
-            for owner, name, make in changes:
-                old = vars(owner)[name]
-                before.append((owner, name, old))
-                known, new = self._made.get((owner, name), (None, None))
-                if known is not old:  # else made already, when it was called last
-                    new = make(getattr(owner, name))
-                    self._made[owner, name] = old, new
-                setattr(owner, name, new)
-        except BaseException:  # an interrupt
-            undo()
-            raise
-        return undo
+    def _new(self, owner: Any, name: str, make: Callable[..., Any]) -> Any:
+        """Kept: to make them all takes as long as a small collective."""
+        old = vars(owner)[name]
+        known, new = self._made.get((owner, name), (None, None))
+        if known is not old:
+            new = make(getattr(owner, name))
+            self._made[owner, name] = old, new
+        return new
 
 
 # The module of torch's functional collectives, if anyone has imported it.
