@@ -22,8 +22,7 @@ _torchs_module = sys.modules.get(_TORCHS)
 
 def _apply(patches: Patches) -> None:
     at = _torch.patched_modules()
-    names: dict[str, Callable[..., Any]]
-    for owner, names in (
+    changes: list[tuple[Any, dict[str, Callable[..., Any]]]] = [
         (at["mesh"], _MESH),
         (at["torch"], _RANDOM),
         (at["random"], _RANDOM),
@@ -31,7 +30,8 @@ def _apply(patches: Patches) -> None:
         (at["funcol"], {"permute_tensor": permute_tensor}),
         (fcoll_groups, {"rank_asked": rank_asked}),
         (at["SymInt"], {"__hash__": rank_hash, "__format__": formatted}),
-    ):
+    ]
+    for owner, names in changes:
         for name, new in names.items():
             if hasattr(owner, name):  # torch has some in some versions
                 patches.wrap(owner, name, where(modes.enabled_local_tensor_mode, new))
