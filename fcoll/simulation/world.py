@@ -19,8 +19,8 @@ from fcoll.errors import BadOption, NotOnSimulatedRanks
 from fcoll.ranks.patches import Patches, SharedPatches, where
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import this_rank
+from fcoll.simulation.channel import Part
 from fcoll.simulation.group import SimulatedGroup
-from fcoll.simulation.moves import Part
 from fcoll.simulation.work import wait_for_future
 from fcoll.source import user_line
 
