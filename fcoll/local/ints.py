@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fcoll.local import _torch
+from fcoll.local.errors import RanksDiffer
 from fcoll.source import user_line
 
 
@@ -39,11 +40,8 @@ class LocalIntNode:
 
     def _ask(self, fn: Callable[[int, int], bool], other: Any) -> Any:
         answers = self._all(fn, other)
-        if len(answers) != 1:  # AssertionError is what torch's class raises
-            raise AssertionError(
-                f"the ranks differ: {self} compared with {other}. Branch for each rank in a "
-                "function under maybe_run_for_local_tensor, or by rank_map."
-            )
+        if len(answers) != 1:
+            raise RanksDiffer(what=f"{self} compared with {other}", hint=RanksDiffer.BRANCH)
         return _torch.constant_bool(answers.pop())
 
     # what SymInt asks a node
@@ -233,7 +231,7 @@ def int_on_rank(i: Any, rank: int) -> int:
         return i.val
     if isinstance(i, int):
         return i
-    raise AssertionError(f"not an int of ranks: {type(i)}")
+    raise TypeError(f"neither an int nor an int of each rank: {type(i)}")
 
 
 def is_local_int(value: Any) -> bool:

@@ -43,8 +43,9 @@ class Patches:
         with _lock:
             if not self._before:
                 _in_force.append(self)
+            before = self._before
             for owner, name, value in changes:
-                self._before.append((owner, name, vars(owner).get(name, _INHERITED)))
+                before.append((owner, name, vars(owner).get(name, _INHERITED)))
                 setattr(owner, name, value)
 
     def at_undo(self, call: Callable[[], object]) -> None:
@@ -60,11 +61,14 @@ class Patches:
                 self._at_undo.pop()()
             at = _in_force.index(self)
             later = _in_force[at + 1 :]
-            while self._before:
-                owner, name, before = self._before[-1]
-                if not any(other._rebase(owner, name, before) for other in later):
-                    _put(owner, name, before)
-                self._before.pop()  # last: an interrupt finds it there
+            for owner, name, before in reversed(self._before):
+                if later and any(other._rebase(owner, name, before) for other in later):
+                    continue
+                if before is _INHERITED:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+            self._before.clear()
             del _in_force[at]
 
     def _rebase(self, owner: Any, name: str, before: Any) -> bool:
@@ -83,13 +87,6 @@ class Patches:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if value is _INHERITED:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
 
 
 def _shown(owner: Any) -> str:

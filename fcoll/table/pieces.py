@@ -1,5 +1,5 @@
-"""What a collective means on several ranks whose tensors have any sizes: a rule on lists, beside the
-rows' ``stacked`` rules for even ones.
+"""What a collective means on several ranks whose tensors have any sizes: a rule on lists, beside
+the rows' ``stacked`` rules for even ones.
 
 Each rank of a group gives pieces and gets pieces. ``ROUTES`` says of each of the few ways in which
 pieces go around what every piece that arrives is made of; ``UNEVEN`` has the rows that are known to
@@ -98,25 +98,25 @@ def amount(x: Tensor) -> str:
 # -- rows: their tensors of one group, and the arguments of each rank -> what each gets ---
 
 
-def _all_reduce(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _all_reduce(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     return [y for (y,) in received("all_reduce", [[x] for x in xs], args[0]["reduce_op"])]
 
 
-def _broadcast(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _broadcast(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     return [y for (y,) in received("broadcast", [[x] for x in xs], root=args[0]["src"])]
 
 
-def _all_gather(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _all_gather(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     rows = [x.reshape(1) if x.dim() == 0 else x for x in xs]
     return [torch.cat(ys) for ys in received("all_gather", [[x] for x in rows])]
 
 
-def _reduce_scatter(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _reduce_scatter(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     parts = [_cut(x, a.get("sizes"), len(xs)) for x, a in zip(xs, args, strict=True)]
     return [y for (y,) in received("reduce_scatter", parts, args[0]["reduce_op"])]
 
 
-def _all_to_all(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _all_to_all(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     sent = [_cut(x, a.get("input_split_sizes"), len(xs)) for x, a in zip(xs, args, strict=True)]
     arrived = received("all_to_all", sent)
     for i, (ys, a) in enumerate(zip(arrived, args, strict=True)):
@@ -129,7 +129,7 @@ def _all_to_all(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
     return [torch.cat(ys) for ys in arrived]
 
 
-def _shard_dim_alltoall(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _shard_dim_alltoall(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     gather_dim, shard_dim = args[0]["gather_dim"], args[0]["shard_dim"]
     if gather_dim == shard_dim:
         return xs
@@ -137,7 +137,7 @@ def _shard_dim_alltoall(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
     return [torch.cat(ys, gather_dim) for ys in received("all_to_all", sent)]
 
 
-def _permute(xs: list[Tensor], args: list[Args]) -> list[Tensor]:
+def _permute(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
     dst = list(args[0]["dst"])
     return [xs[dst.index(i)] if i in dst else torch.zeros_like(x) for i, x in enumerate(xs)]
 
@@ -147,7 +147,7 @@ def _cut(x: Tensor, sizes: Sequence[int] | None, n: int) -> tuple[Tensor, ...]:
 
 
 #: By the row's name. Results may share memory with one another and with what was given.
-UNEVEN: dict[str, Callable[[list[Tensor], list[Args]], list[Tensor]]] = {
+UNEVEN: dict[str, Callable[[list[Tensor], Sequence[Args]], list[Tensor]]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,

@@ -312,25 +312,19 @@ class RankQueries:
             (DeviceMesh, "__init__", seen),
         )
         self.short = short
-        self._made: dict[Any, Any] = {}  # (owner, name) -> torch's own, and what it becomes
+        # what was there when they were last made -> what it becomes
+        self._kept: tuple[list[Any], list[tuple[Any, str, Any]]] = [], []
 
     def apply(self, patches: Patches) -> None:
         changes = self.changes
         if functional := sys.modules.get(_FUNCTIONAL):
             names = vars(functional)  # which differ between versions of torch
             changes += tuple((functional, n, make) for n, make in self.short.items() if n in names)
-        patches.apply(
-            [(owner, name, self._new(owner, name, make)) for owner, name, make in changes]
-        )
-
-    def _new(self, owner: Any, name: str, make: Callable[..., Any]) -> Any:
-        """Kept: to make them all takes as long as a small collective."""
-        old = vars(owner)[name]
-        known, new = self._made.get((owner, name), (None, None))
-        if known is not old:
-            new = make(getattr(owner, name))
-            self._made[owner, name] = old, new
-        return new
+        there = [vars(owner)[name] for owner, name, _ in changes]
+        if there != self._kept[0]:  # else kept: to make them takes as long as a small collective
+            made = [(owner, name, make(getattr(owner, name))) for owner, name, make in changes]
+            self._kept = there, made
+        patches.apply(self._kept[1])
 
 
 # The module of torch's functional collectives, if anyone has imported it.

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fcoll import groups as fcoll_groups
-from fcoll.local import _torch, direct, groups, modes, reduce, rng
+from fcoll.local import _torch, modes, rank_groups, rng
 from fcoll.local.ints import RankNode, formatted, local_int, rank_hash
 from fcoll.local.mesh import _LocalDeviceMesh
 from fcoll.ranks.patches import Patches, SharedPatches, where
@@ -21,12 +21,15 @@ _torchs_module = sys.modules.get(_TORCHS)
 
 
 def _apply(patches: Patches) -> None:
+    from fcoll.local import row_calls  # not at import: this may be served early
+
     at = _torch.patched_modules()
     changes: list[tuple[Any, dict[str, Callable[..., Any]]]] = [
         (at["mesh"], _MESH),
         (at["torch"], _RANDOM),
         (at["random"], _RANDOM),
         (at["dist"], _DIST),
+        (dist.ProcessGroup, row_calls.methods()),
         (at["funcol"], {"permute_tensor": permute_tensor}),
         (fcoll_groups, {"rank_asked": rank_asked}),
         (at["SymInt"], {"__hash__": rank_hash, "__format__": formatted}),
@@ -46,7 +49,7 @@ in_force = SharedPatches("fcoll.local", _apply)
 def _remembering(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def get_group(self: Any, *args: Any, **kwargs: Any) -> Any:
-        groups.remember(self)
+        rank_groups.remember(self)
         return old(self, *args, **kwargs)
 
     return get_group
@@ -83,14 +86,14 @@ def get_rank(original: Any, group: Any = None) -> Any:
         return 0  # the prefix of torch's log lines: the process is rank 0
     if group is None:
         return local_int({r: r for r in mode.order}, RankNode)
-    return local_int(groups.rank_in(group, mode.order), RankNode)
+    return local_int(rank_groups.rank_in(group, mode.order), RankNode)
 
 
 def rank_asked(original: Any, name: str) -> Any:
     """fcoll.rank and fcoll.axis_index: an int of each rank, too."""
     mode = modes.enabled_local_tensor_mode()
     assert mode is not None
-    return local_int(groups.rank_in(_torch.resolve_group(name), mode.order), RankNode)
+    return local_int(rank_groups.rank_in(_torch.resolve_group(name), mode.order), RankNode)
 
 
 def _root(group: Any, rank: int | None, group_rank: int | None) -> int:
@@ -139,8 +142,8 @@ def scatter(
 
 def permute_tensor(old: Any, self: Any, src_dst: list[int], group: Any, tag: str = "") -> Any:
     """The functional permute: torch's asks for one rank, and here are all."""
-    from fcoll.local.functional import permuted
-    from fcoll.local.tensor import LocalTensor
+    from fcoll.local.local_tensor import LocalTensor
+    from fcoll.local.row_calls import permuted
 
     if not isinstance(self, LocalTensor):
         return old(self, src_dst, group, tag)
@@ -170,12 +173,4 @@ _DIST: dict[str, Callable[..., Any]] = {
     "get_rank": get_rank,
     "gather": gather,
     "scatter": scatter,
-    "all_reduce": direct.all_reduce,
-    "broadcast": direct.broadcast,
-    "reduce_scatter_single": direct.reduce_scatter,
-    "reduce_scatter_tensor": direct.reduce_scatter,
-    **dict.fromkeys(
-        ("all_reduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-        reduce.noting_factor,
-    ),
 }
