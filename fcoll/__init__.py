@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fcoll.scheduling.registry import scheduler
     from fcoll.simulation import faults
     from fcoll.simulation.batched.indices import axis_index, rank
-    from fcoll.simulation.batched.modules import stack_modules
     from fcoll.simulation.batched.simulate import simulate
+    from fcoll.simulation.batched.stacked_modules import stack_modules
     from fcoll.simulation.explore import Exploration, explore
     from fcoll.simulation.ranks import simulate_ranks
     from fcoll.symm_mem import accelerate_c10d
@@ -84,7 +84,7 @@ _NAMES_OF = {
     "scheduling.planner": "schedule",
     "scheduling.registry": "scheduler",
     "simulation.batched.indices": "axis_index rank",
-    "simulation.batched.modules": "stack_modules",
+    "simulation.batched.stacked_modules": "stack_modules",
     "simulation.batched.simulate": "simulate",
     "simulation.explore": "Exploration explore",
     "simulation.ranks": "simulate_ranks",
@@ -182,9 +182,13 @@ def _register() -> None:
     what Dynamo is told."""
     import fcoll_backend
     from fcoll import _torch, functions, symm_mem  # noqa: F401
+    from fcoll.ranks.patches import Patches
+
+    def know_dynamo() -> None:
+        Patches("import fcoll").wrap(*_torch.no_guards_on_globals_of(__name__))
 
     fcoll_backend.register()
-    when_imported(_torch.TRACES_FUNCTIONS, lambda: _torch.no_guards_on_globals_of(__name__))
+    when_imported(_torch.TRACES_FUNCTIONS, know_dynamo)
 
 
 # All others import torch, in the middle of which what is registered would import them.

@@ -241,16 +241,17 @@ def at_trace_time(fn: F) -> F:
 TRACES_FUNCTIONS = "torch._dynamo.symbolic_convert"
 
 
-def no_guards_on_globals_of(package: str) -> None:
-    """Dynamo takes the globals of the package's modules for constant, as it does those of the
-    standard library. One all_reduce reads fifty; guards on them would take 5 us a call."""
-    symbolic_convert: Any = sys.modules[TRACES_FUNCTIONS]
-    is_constant = symbolic_convert.is_stdlib
+def no_guards_on_globals_of(package: str) -> tuple[Any, str, Callable[[Any], Any]]:
+    """What to wrap so that Dynamo takes the globals of the package's modules for constant, as it
+    does those of the standard library: (module, name, wrapper). One all_reduce reads fifty; guards
+    on them would take 5 us a call."""
 
-    def is_constant_or_ours(module: Any) -> bool:
-        return getattr(module, "__name__", "").split(".")[0] == package or is_constant(module)
+    def make(is_constant: Any) -> Callable[[Any], bool]:
+        return lambda module: (
+            getattr(module, "__name__", "").split(".")[0] == package or is_constant(module)
+        )
 
-    symbolic_convert.is_stdlib = is_constant_or_ours
+    return sys.modules[TRACES_FUNCTIONS], "is_stdlib", make
 
 
 def guard_or_false(condition: Any) -> bool:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # A module imports from the lines above its own. A package is one entry.
 LAYERS = (
     ("imports",),
-    ("_torch", "source", "units", "plugins", "lobby"),
+    ("_torch", "ranks", "source", "units", "plugins", "lobby"),
     ("errors",),
     ("groups", "reductions"),
     ("transport",),

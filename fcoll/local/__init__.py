@@ -9,6 +9,7 @@ or serve it in torch's place: ``sys.modules["torch.distributed._local_tensor"] =
 # ruff: noqa: F401  private names that torch's module has as well
 from fcoll.local import _c10d
 from fcoll.local.ints import LocalIntNode
+from fcoll.local.local_tensor import LocalTensor
 from fcoll.local.mode import LocalTensorMode
 from fcoll.local.modes import (
     enabled_local_tensor_mode,
@@ -25,7 +26,6 @@ from fcoll.local.per_rank import (
 )
 from fcoll.local.rng import get_generator_seed_for_device_type
 from fcoll.local.runner import LocalRunnerMode
-from fcoll.local.tensor import LocalTensor
 from fcoll.local.tracker import (
     _LocalDeviceHandle,
     _LocalOffsetBasedRNGTracker,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fcoll.local import _torch
+from fcoll.local.errors import RanksDiffer
 from fcoll.source import user_line
 
 
@@ -39,11 +40,8 @@ class LocalIntNode:
 
     def _ask(self, fn: Callable[[int, int], bool], other: Any) -> Any:
         answers = self._all(fn, other)
-        if len(answers) != 1:  # AssertionError is what torch's class raises
-            raise AssertionError(
-                f"the ranks differ: {self} compared with {other}. Branch for each rank in a "
-                "function under maybe_run_for_local_tensor, or by rank_map."
-            )
+        if len(answers) != 1:
+            raise RanksDiffer(what=f"{self} compared with {other}", hint=RanksDiffer.BRANCH)
         return _torch.constant_bool(answers.pop())
 
     # what SymInt asks a node
@@ -217,7 +215,7 @@ def rank_hash(old: Callable[[Any], int], value: Any) -> int:
     return hash(value.node.first)
 
 
-def formatted(value: Any, spec: str) -> str:
+def formatted(old: Any, value: Any, spec: str) -> str:
     """A SymInt in an f-string: each rank's int by the format."""
     ints = getattr(value.node, "_local_ints", None)
     if not spec or ints is None:
@@ -233,7 +231,7 @@ def int_on_rank(i: Any, rank: int) -> int:
         return i.val
     if isinstance(i, int):
         return i
-    raise AssertionError(f"not an int of ranks: {type(i)}")
+    raise TypeError(f"neither an int nor an int of each rank: {type(i)}")
 
 
 def is_local_int(value: Any) -> bool:

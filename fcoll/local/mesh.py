@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcoll.local import _torch, groups, modes
+from fcoll.local import _torch, modes, rank_groups
+from fcoll.local.errors import NotInMesh
 from fcoll.local.ints import LocalIntNode, local_int
 
 if TYPE_CHECKING:
@@ -14,14 +15,11 @@ if TYPE_CHECKING:
 
 
 def _mode() -> LocalTensorMode:
-    mode = modes.enabled_local_tensor_mode()
-    if mode is None:
-        raise AssertionError("Unexpectedly not in LocalTensorMode")
-    return mode
+    return modes.needed_local_tensor_mode("a coordinate of each rank")
 
 
 class _LocalDeviceMesh:
-    """The methods that stand in for DeviceMesh's in a mode (see patches.py)."""
+    """The methods that stand in for DeviceMesh's in a mode (see mode_patches.py)."""
 
     @staticmethod
     def get_coordinate(self: Any) -> list[Any]:
@@ -29,7 +27,7 @@ class _LocalDeviceMesh:
         mode = _mode()
         kept = mode._coordinate_cache.get(id(self))
         if kept is None:
-            groups.remember(self)
+            rank_groups.remember(self)
             kept = self, _coordinates(self, mode)  # with the mesh: its id stays its own
             mode._coordinate_cache[id(self)] = kept
         return kept[1]
@@ -68,10 +66,7 @@ def _coordinates(mesh: Any, mode: LocalTensorMode) -> list[torch.SymInt]:
                 found[axis][rank] = c
     missing = sorted(mode.ranks - found[0].keys()) if found else []
     if missing:
-        raise AssertionError(
-            f"ranks {missing} of the LocalTensorMode are not in the mesh {mesh}: enter a mode of "
-            "the mesh's ranks alone"
-        )
+        raise NotInMesh(ranks=missing, mesh=mesh)
     return [torch.SymInt(LocalIntNode(c)) for c in found]
 
 

@@ -11,8 +11,9 @@ import torch  # noqa: F401  for the example
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcoll.local import _torch, dispatch, modes, patches, rng
-from fcoll.local.tensor import LocalTensor
+from fcoll.local import _torch, mode_patches, modes, op_dispatch, rng
+from fcoll.local.errors import BadRanks
+from fcoll.local.local_tensor import LocalTensor
 
 
 class LocalTensorMode(TorchDispatchMode):
@@ -36,7 +37,7 @@ class LocalTensorMode(TorchDispatchMode):
     def __init__(self, ranks: int | frozenset[int]) -> None:
         super().__init__()
         if not isinstance(ranks, int | frozenset):
-            raise AssertionError(f"ranks: an int or a frozenset of ints, not {type(ranks)}")
+            raise BadRanks(ranks=ranks)
         self.ranks = frozenset(range(ranks)) if isinstance(ranks, int) else ranks
         self.order = tuple(sorted(self.ranks))
         self._disable = True
@@ -46,7 +47,7 @@ class LocalTensorMode(TorchDispatchMode):
 
     def __enter__(self) -> LocalTensorMode:
         modes.get_local_tensor_mode_list().append(self)
-        patches.enter()
+        mode_patches.in_force.__enter__()
         self.enable_()
         if not _torch.in_fake_mode():  # all ranks start from the same state
             self._per_rank_rng_states.update(dict.fromkeys(self.ranks, rng.get_state()))
@@ -55,13 +56,13 @@ class LocalTensorMode(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         modes.get_local_tensor_mode_list().pop()
         self.disable_()
-        patches.leave()
+        mode_patches.in_force.__exit__()
         super().__exit__(*exc)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return dispatch.dispatch(func, args, kwargs or {}, self)
+        return op_dispatch.dispatch(func, args, kwargs or {}, self)
 
     def disable_(self) -> None:
         self._disable = True

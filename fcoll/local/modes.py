@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from fcoll.local.errors import NoMode
+
 if TYPE_CHECKING:
     from fcoll.local.mode import LocalTensorMode
 
@@ -39,3 +41,11 @@ def enabled_local_tensor_mode() -> LocalTensorMode | None:
     """The innermost LocalTensorMode unless it is disabled for now."""
     mode = local_tensor_mode()
     return mode if mode is not None and not mode._disable else None
+
+
+def needed_local_tensor_mode(what: str) -> LocalTensorMode:
+    """The same, where there must be one."""
+    mode = enabled_local_tensor_mode()
+    if mode is None:
+        raise NoMode(what=what)
+    return mode

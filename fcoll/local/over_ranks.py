@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, elementwise, memory, products, rng, rows
+from fcoll.local import _torch, elementwise, matrix_products, rank_memory, rng, rows
 from fcoll.local.elementwise import NotStackable
+from fcoll.local.errors import RanksDiffer
 from fcoll.local.ints import int_on_rank, is_local_int, local_int
-from fcoll.local.kinds import Kind, kind
+from fcoll.local.local_tensor import LocalTensor, apart, stacked
+from fcoll.local.op_kinds import Kind, kind
 from fcoll.local.scan import Seen, mapped
-from fcoll.local.tensor import LocalTensor, apart, stacked
 
 Order = tuple[int, ...]
+# What a call on stacks may raise though the ranks' own calls are right, or wrong in other words: it
+# cannot be made so, or torch has no such kernel, or complains of the stack's shapes. Anything else
+# is a defect of this package and must be seen.
+_NOT_ON_STACKS = (NotStackable, RuntimeError, IndexError, ValueError, TypeError)
 aten = torch.ops.aten
 
 
@@ -29,8 +34,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], seen: Seen, order: Order) 
     if how.way != "loop" and not seen.local_ints and seen.locals:
         try:
             return _on_stacks(func, args, kwargs, seen, order, how)
-        except Exception:  # the loop says what is wrong, in one rank's shapes
-            pass
+        except _NOT_ON_STACKS:
+            pass  # the loop runs it, or says what is wrong in one rank's shapes
     if not seen.locals and not seen.local_ints:
         return _factory(func, args, kwargs, order, how)
     return loop(func, args, kwargs, order, how)
@@ -48,7 +53,7 @@ def _on_stacks(
         results = _vmapped(func, args, kwargs, stacks, order)
     elif how.way == "product":
         given = stacks | {id(t): t.expand(len(order), *t.shape) for t in seen.tensors}
-        results = products.PRODUCTS[func](*_given(args, given), **kwargs)
+        results = matrix_products.PRODUCTS[func](*_given(args, given), **kwargs)
     elif how.way == "shapeless":
         results = _shapeless(func, args, kwargs, stacks)
     else:
@@ -180,7 +185,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any], stacks: Mapping[int, Ten
         put = lambda v: row if id(v) == key else v  # noqa: E731
         return func(*mapped(put, args), **mapped(put, kwargs))
 
-    return memory.view(call, stack)
+    return rank_memory.view(call, stack)
 
 
 # ---- under vmap
@@ -246,7 +251,10 @@ def loop(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) 
     if how.moves:
         return _moved(func, args, kwargs, order, how)
     if how.placed and not how.mutates:
-        args, kwargs = mapped(products.in_own_memory, args), mapped(products.in_own_memory, kwargs)
+        args, kwargs = (
+            mapped(matrix_products.in_own_memory, args),
+            mapped(matrix_products.in_own_memory, kwargs),
+        )
     results = each_rank(func, args, kwargs, order, random=how.random)
     fill = None
     if func is aten.split.Tensor:
@@ -271,7 +279,7 @@ def _named(func: Any, args: Any, kwargs: dict[str, Any], combined: Any, how: Kin
 def _moved(func: Any, args: Any, kwargs: dict[str, Any], order: Order, how: Kind) -> Any:
     """transpose_, resize_, ...: each rank's tensor changes, and then the wrapper's shape."""
     target = args[0]
-    call = memory.with_room(func) if func.overloadpacket in memory.RESIZING else func
+    call = rank_memory.with_room(func) if func.overloadpacket in rank_memory.RESIZING else func
     results = each_rank(call, args, kwargs, order, random=False)
     if isinstance(target, LocalTensor):
         target._take_meta(apart(results))
@@ -302,10 +310,9 @@ def _onto_plain(
     first = written[order[0]]
     for r in order[1:]:
         if not all(map(_same_values, written[r], first)):
-            raise AssertionError(
-                f"{func} writes the values of ranks {order[0]} and {r} to one plain tensor, and "
-                "they differ: make it in the LocalTensorMode, or by LocalTensor({rank: tensor})."
-            )
+            what = f"{func} writes the values of ranks {order[0]} and {r} to one plain tensor"
+            hint = "Make it in the LocalTensorMode, or by LocalTensor({rank: tensor})."
+            raise RanksDiffer(what=what, hint=hint)
     for target, value in zip(targets, first, strict=True):
         target.copy_(value)
     return _named(func, args, kwargs, None, how)
@@ -399,12 +406,12 @@ def combine(
         return local_int(results)
     if isinstance(first, torch.device):
         if any(v.type != first.type for v in results.values()):
-            raise AssertionError("device type should be the same")
+            what = f"results are on {sorted({v.type for v in results.values()})}"
+            raise RanksDiffer(what=what, hint="Use one type of device on all ranks.")
         return first
     if not all(v == first for v in results.values()):
-        raise AssertionError(
-            f"Non Tensor or int rank results must be equal for all ranks, and are {dict(results)}"
-        )
+        what = f"results that are no tensor or int must be equal, and are {dict(results)}"
+        raise RanksDiffer(what=what, hint="Return tensors or ints.")
     return first
 
 
@@ -422,7 +429,8 @@ def _combined_lists(
         if i < len(values):
             return values[i]
         if fill is None or not values:
-            raise AssertionError(f"the ranks return {length} and {len(values)} values")
+            what = f"they return {length} and {len(values)} values"
+            raise RanksDiffer(what=what, hint="Return as many on each rank.")
         return fill(values[0])
 
     out = [
@@ -444,6 +452,6 @@ def _scalar(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
 
 _SPECIAL: dict[Any, Callable[[Any, dict[str, Any], Order], Any]] = {
     aten._local_scalar_dense.default: _scalar,
-    aten.set_.source_Storage: memory.check_storage,
-    aten.set_.source_Storage_storage_offset: memory.check_storage,
+    aten.set_.source_Storage: rank_memory.check_storage,
+    aten.set_.source_Storage_storage_offset: rank_memory.check_storage,
 }

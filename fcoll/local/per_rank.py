@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fcoll.local import _torch, modes, rng
+from fcoll.local.errors import BadCallback
+from fcoll.local.local_tensor import LocalTensor, local
 from fcoll.local.over_ranks import combine, on_rank
-from fcoll.local.tensor import LocalTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,12 +69,11 @@ def tensor_map(tensor: Tensor, cb: Callable[[int, Tensor], Tensor | None]) -> Te
     """``cb(rank, tensor)``: of this process's rank, or in a LocalTensorMode of all."""
     mode = modes.enabled_local_tensor_mode()
     if mode is not None:
-        if not isinstance(tensor, LocalTensor):
-            raise AssertionError(f"Expected LocalTensor, got {type(tensor)}")
-        return mode.tensor_map(tensor, cb)
+        return mode.tensor_map(local(tensor, "tensor_map: its"), cb)
     found = cb(dist.get_rank(), tensor)
     if found is None:
-        raise AssertionError("callback returned None")
+        hint = "Return a tensor: only in a LocalTensorMode may a rank have none."
+        raise BadCallback(what="tensor_map: the callback returned None", hint=hint)
     return found
 
 

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from fcoll.local import _torch
 
 if TYPE_CHECKING:
-    from fcoll.local.tensor import LocalTensor
+    from fcoll.local.local_tensor import LocalTensor
 
 # Above it, one call a rank costs less than the copy into a stack would.
 STACK_BYTES = 1 << 16

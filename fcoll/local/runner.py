@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fcoll.local import modes
+from fcoll.local.errors import BadRunner
 
 _current: LocalRunnerMode | None = None
 
@@ -58,7 +59,8 @@ class LocalRunnerMode:
     def __enter__(self) -> LocalRunnerMode:
         global _current
         if _current is not None:
-            raise AssertionError("LocalRunnerMode is already running")
+            hint = "Leave the first before you enter the next: they do not nest."
+            raise BadRunner(what="another one is running", hint=hint)
         _current = self
         self._shared = modes.share_between_threads(False)
         for r in self._runners:
@@ -96,7 +98,8 @@ class LocalRunnerMode:
 
     def _assert_holds_run_lock(self) -> None:
         if self._run_id != LocalRunnerMode.runner_context.id:
-            raise AssertionError("Calling thread does not hold the run lock")
+            hint = "Call it in the function that the runner runs."
+            raise BadRunner(what="it is another thread's turn", hint=hint)
 
     def _get_recv_object(self, src: int, dst: int, tag: int = 0) -> Any:
         """The oldest message with this tag from ``src`` (-1: from anybody), or None."""
@@ -110,7 +113,7 @@ class LocalRunnerMode:
 
     def _signal_send(self, src: int, dst: int, obj: object, tag: int = 0) -> None:
         if obj is None:
-            raise AssertionError("Cannot signal None")
+            raise BadRunner(what="a message of None", hint="Send a tensor.")
         self._messages.setdefault((src, dst), deque()).append((tag, obj))
         self._waiting.clear()  # whoever waits looks again
         self._run_cond.notify_all()
@@ -136,7 +139,8 @@ class LocalRunnerMode:
     def current() -> LocalRunnerMode:
         """The runner whose threads run now."""
         if _current is None:
-            raise AssertionError("LocalRunnerMode is not enabled")
+            hint = "Messages between ranks are exchanged inside `with LocalRunnerMode(...)`."
+            raise BadRunner(what="none is running", hint=hint)
         return _current
 
 

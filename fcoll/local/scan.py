@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcoll.local import _torch
 from fcoll.local.ints import is_local_int
-from fcoll.local.tensor import LocalTensor
+from fcoll.local.local_tensor import LocalTensor
 
 # Tensors that are plain for us; any other subclass handles the call itself.
 _PLAIN = (Tensor, _torch.FakeTensor, torch.nn.Parameter, torch.nn.Buffer)

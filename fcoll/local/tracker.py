@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fcoll.local import _torch, modes, rng
 from fcoll.local.ints import int_on_rank, local_int
-from fcoll.local.tensor import LocalTensor
+from fcoll.local.local_tensor import LocalTensor, local
 
 
 class _LocalDeviceHandle:
@@ -36,9 +36,7 @@ class _LocalDeviceHandle:
         if not isinstance(state, LocalTensor):
             self._device_handle.set_rng_state(state.to("cpu"))
             return
-        mode = modes.enabled_local_tensor_mode()
-        if mode is None:
-            raise AssertionError("the states of ranks can be set in a LocalTensorMode only")
+        mode = modes.needed_local_tensor_mode("set_rng_state of each rank")
         for rank, own in state._tensors().items():
             self._device_handle.set_rng_state(own.to("cpu"))
             mode._per_rank_rng_states[rank] = rng.get_state()
@@ -51,9 +49,8 @@ class _LocalPhiloxState:
     """The Philox states of all ranks; ``seed`` and ``offset`` are ints, of each rank if unequal."""
 
     def __init__(self, state: Tensor) -> None:
-        if not isinstance(state, LocalTensor):
-            raise AssertionError("_LocalPhiloxState requires a LocalTensor")
-        self._per_rank_states = {r: t.to("cpu").clone() for r, t in state._tensors().items()}
+        own = local(state, "_LocalPhiloxState: its")._tensors()
+        self._per_rank_states = {r: t.to("cpu").clone() for r, t in own.items()}
 
     @property
     def state(self) -> LocalTensor:
@@ -101,9 +98,7 @@ class _LocalOffsetBasedRNGTracker:
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
-        mode = modes.enabled_local_tensor_mode()
-        if mode is None:
-            raise AssertionError("Unexpectedly not in LocalTensorMode")
+        mode = modes.needed_local_tensor_mode("a random op on shards")
         if not self.distribute_region_enabled:
             yield
             return

@@ -29,6 +29,7 @@ from fcoll.eager.async_tensor import AsyncCollectiveTensor
 from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
 from fcoll.profiling import _torch
+from fcoll.ranks.patches import Patches
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import SimulatedWork
@@ -84,7 +85,7 @@ class Timers:
     def __init__(self) -> None:
         self.listeners: list[tuple[list[Call], Rank | None]] = []  # and whose they are
         self._lock = threading.RLock()
-        self._installed = ExitStack()
+        self._installed, self._patches = ExitStack(), Patches("fcoll.profile")
         self._thread = _Thread()
         self._pending: dict[int, Call] = {}  # by the storage that is waited for
         self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
@@ -111,17 +112,18 @@ class Timers:
     def _install(self) -> None:
         with ExitStack() as stack:
             self._ops(stack)
-            self._patch(stack, dispatch, "start_eager", self._of_start)
-            self._patch(stack, undispatched, "run", self._of_run)
+            stack.callback(self._patches.undo)
+            self._patches.wrap(dispatch, "start_eager", self._of_start)
+            self._patches.wrap(undispatched, "run", self._of_run)
             for kind in (dist.Work, SimulatedWork):
-                self._patch(stack, kind, "wait", self._work_waits)
+                self._patches.wrap(kind, "wait", self._work_waits)
             for op in c10d.OPS.values():  # on simulated ranks no op of c10d is called
                 for name in op.methods:
-                    self._patch(stack, SimulatedGroup, name, self._of_method(op.row))
+                    self._patches.wrap(SimulatedGroup, name, self._of_method(op.row))
             if build.loaded():
                 self._native(stack)
             else:
-                self._patch(stack, build, "load", lambda load: lambda: self._load(load))
+                self._patches.wrap(build, "load", lambda load: lambda: self._load(load))
             self._installed = stack.pop_all()
 
     def _load(self, load: Callable[[], str]) -> str:
@@ -135,12 +137,12 @@ class Timers:
         if build.has_fast_path():
             for row in COLLECTIVES.values():
                 if row.native.fast is not None:
-                    self._patch(stack, build.fast, row.name, self._of_fast(row))
+                    self._patches.wrap(build.fast, row.name, self._of_fast(row))
             for name in COMPILED:
-                self._patch(stack, build.fast, name, self._of_graph)
-            self._patch(stack, build.fast, "sum_in_place", self._of_bucket)
+                self._patches.wrap(build.fast, name, self._of_graph)
+            self._patches.wrap(build.fast, "sum_in_place", self._of_bucket)
             for name in ("wait_tensor", "collect"):
-                self._patch(stack, build.fast, name, self._of_wait)
+                self._patches.wrap(build.fast, name, self._of_wait)
         for name in COMPILED:  # as graphs with a C++ wrapper call them
             op = _torch.find_op(f"fcoll_native::{name}")
             stack.enter_context(_torch.around_op(op, self._hook(_compiled, "compiled")))
@@ -161,12 +163,6 @@ class Timers:
                 continue
             hook = self._hook(_of_c10d(of_torch), "c10d")
             stack.enter_context(_torch.around_op(op, hook))
-
-    @staticmethod
-    def _patch(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = vars(owner)[name]
-        setattr(owner, name, make(original))
-        stack.callback(setattr, owner, name, original)
 
     # -- the timers ---
 

@@ -34,6 +34,7 @@ from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
 from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from fcoll.imports import private, say_what_is_missing
+from fcoll.ranks.patches import Patches
 
 __all__ = ["RemoteDevice"]
 
@@ -158,21 +159,20 @@ def rpc_reference(value: Any) -> Any:
     return rpc.RRef(value)
 
 
-def replace_everywhere(ours: dict[tuple[str, str], Any]) -> list[tuple[Any, str, Any]]:
+def replace_everywhere(ours: dict[tuple[str, str], Any]) -> Patches:
     """Put ours in the place of the names (module, name) of torch, also where other modules of
-    torch have imported them. (module, name, what was there) of all that was replaced."""
+    torch have imported them."""
     by_id = {}
     for (path, name), new in ours.items():
         by_id[id(getattr(importlib.import_module(path), name))] = new
-    replaced: list[tuple[Any, str, Any]] = []
+    patches = Patches("fcoll.sharded.serve_torch")
     for path, module in list(sys.modules.items()):
         if not path.startswith("torch.") or not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
-                replaced.append((module, name, value))
-                setattr(module, name, by_id[id(value)])
-    return replaced
+                patches.replace(module, name, by_id[id(value)])
+    return patches
 
 
 say_what_is_missing(__name__)

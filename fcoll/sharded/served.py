@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from fcoll.ranks.patches import Patches
 from fcoll.sharded import (
     _torch,
     creators,
@@ -46,16 +47,14 @@ SERVED: dict[tuple[str, str], Any] = {
 class Serving:
     """Names of torch that are served by fcoll, until ``stop()`` or the end of a with block."""
 
-    def __init__(self, replaced: list[tuple[Any, str, Any]]) -> None:
-        self._replaced = replaced
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
         self._rpc_needed = remote.rpc_needed
         remote.rpc_needed = True
 
     def stop(self) -> None:
         """Put torch's own back."""
-        for module, name, value in self._replaced:
-            setattr(module, name, value)
-        self._replaced = []
+        self._patches.undo()
         remote.rpc_needed = self._rpc_needed
 
     def __enter__(self) -> Serving:

@@ -115,7 +115,7 @@ def waited_for(results: Any) -> Any:
 _HOLDERS = (c10d, dist, device_mesh)
 
 
-def replaced(name: str) -> list[Any]:
+def holders(name: str) -> list[Any]:
     """The modules that have this function of torch.distributed under its own name."""
     original = getattr(c10d, name)
     return [module for module in _HOLDERS if getattr(module, name, None) is original]

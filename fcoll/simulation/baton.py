@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fcoll.simulation.settings import Settings
+from fcoll.simulation.rank_settings import Settings
 from fcoll.source import Frames, user_sites
 
 

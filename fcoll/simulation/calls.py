@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.simulation.moves import amount
 from fcoll.source import Frames, show
+from fcoll.table.pieces import amount
+from fcoll.transport.protocol import running
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,19 @@ class Call:
 
     def __str__(self) -> str:
         return f'{self.shown} on "{self.group}" at {self.line}'
+
+
+def signature() -> Any:
+    """What the ranks compare of the call of the table that this is part of; None if there is none:
+    its row, shapes, dtypes and arguments, and how people read them."""
+    if running.signed is None:
+        return None
+    made = running.signed()
+    own = made.facts.own_dim
+    shapes = [tuple(-1 if d == own else s for d, s in enumerate(x.shape)) for x in made.tensors]
+    dtypes = [str(x.dtype) for x in made.tensors]
+    shown = f"{made.row} of {', '.join(map(str, shapes))}"
+    return made.row, tuple(shapes), tuple(dtypes), made.facts, tuple(made.more), shown
 
 
 def sizes(tensors: Sequence[Tensor]) -> tuple[str, ...]:

@@ -6,13 +6,28 @@ out for all, in rank order; calls that differ are an error on all ranks of the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from fcoll.errors import CollectiveMismatch, CollectiveTimeout, FcollError, PeerDied
 from fcoll.simulation import _torch
 from fcoll.simulation.calls import Call
-from fcoll.simulation.moves import MOVES, Misfit, Part
 from fcoll.simulation.work import SimulatedWork
+from fcoll.table.pieces import Misfit, received
+
+
+@dataclass(eq=False)
+class Part:
+    """What one rank brings to a collective: the pieces that it gives, and where those go that it
+    gets (``table/pieces.py``)."""
+
+    ins: Sequence[Tensor] = ()
+    outs: Sequence[Tensor] = ()
+    reduce_op: str = ""
+    root: int = -1
 
 
 class Meeting:
@@ -91,10 +106,23 @@ class Meeting:
 def carry_out(op: str, parts: list[Part]) -> None:
     """Move the data; unseen by whatever mode the last rank that came is in."""
     tensors = [x for p in parts for x in (*p.ins, *p.outs)]
-    if any(map(_torch.has_no_data, tensors)):
+    if not tensors or any(map(_torch.has_no_data, tensors)):
         return
+    first, outs = parts[0], [p.outs for p in parts]
+    route, given = op.removesuffix("_coalesced"), [p.ins for p in parts]
     with torch.no_grad(), _torch.unseen():
-        MOVES[op.removesuffix("_coalesced")](parts)
+        arrived = received(route, given, first.reduce_op, first.root, outs)
+        for mine, pieces in zip(outs, arrived, strict=True):
+            for out, x in zip(mine, pieces, strict=False):  # of a reduction to one rank, no pieces
+                _put(out, x.detach())
+
+
+def _put(out: Tensor, x: Tensor) -> None:
+    """Through ``.data``: no real backend's write is seen by autograd either."""
+    if out.is_sparse:  # .data of one has indices of its own
+        out.copy_(x)
+    else:
+        out.data.copy_(x if out.shape == x.shape else x.reshape(out.shape))
 
 
 class Channel:

@@ -23,13 +23,12 @@ from fcoll.errors import (
     NoValues,
     RankOutOfGroup,
 )
-from fcoll.reductions import PREMUL_SUM, parse, premul_factor
+from fcoll.reductions import PREMUL_SUM, parse, premul_factor, scaled
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
-from fcoll.simulation.calls import Call, dtypes, sizes
-from fcoll.simulation.channel import Channel
+from fcoll.simulation.calls import Call, dtypes, signature, sizes
+from fcoll.simulation.channel import Channel, Part
 from fcoll.simulation.mailbox import ANY, Mailbox, Message
-from fcoll.simulation.moves import Part
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import user_sites
 from fcoll.table.c10d import OPS
@@ -143,32 +142,19 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # -- calls ---
 
-    def start(
-        self,
-        op: str,
-        facts: Sequence[str],
-        part: Part,
-        signature: Any = None,
-    ) -> SimulatedWork:
+    def start(self, op: str, facts: Sequence[str], part: Part) -> SimulatedWork:
         """Bring this rank's part to the group's next collective."""
         owner = self._check_owner(op)
         if op not in MAKE_GROUPS:
             _check_values(op, [*part.ins, *part.outs])
         if part.root != -1:
             self._check_peer(op, "root", part.root)
-        call = Call(op, tuple(facts), self.channel.label, user_sites(), signature)
+        call = Call(op, tuple(facts), self.channel.label, user_sites(), signature())
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
         if work.failure is not None:
             work.wait()  # raises, though nobody may wait for it
         return work
-
-    def carry(self, op: str, facts: Sequence[str], signature: Any, **part: Any) -> SimulatedWork:
-        """A primitive of a call of fcoll's table (transport/threads.py)."""
-        made = Part(**part)
-        whole = op in ("all_reduce", "reduce", "broadcast")
-        facts = (*facts, *(sizes(made.ins) if whole else dtypes(made.ins)))
-        return self.start(op, facts, made, signature)
 
     def message(self, sends: bool, buf: Tensor, peer: int, tag: int) -> SimulatedWork:
         """Post one end of a message; ``peer`` is a rank of the group, or ANY."""
@@ -208,10 +194,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _reducing(self, op: str, ins: list, outs: list, opts: Any, facts: Any) -> SimulatedWork:
         name = parse(op, opts.reduceOp)
-        factor = premul_factor(op, opts.reduceOp, None) if name == PREMUL_SUM else None
+        reduce_op = name
+        if name == PREMUL_SUM:
+            factor = premul_factor(op, opts.reduceOp, None)
+            assert factor is not None  # or it would have raised
+            ins, reduce_op = [scaled(op, x.detach(), factor) for x in ins], "sum"
         root = getattr(opts, "rootRank", -1) if op == "reduce" else -1
         facts = (name, *((f"to rank {root}",) if op == "reduce" else ()), *facts)
-        return self.start(op, facts, Part(ins, outs, name, factor, root))
+        return self.start(op, facts, Part(ins, outs, reduce_op, root))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
         xs = _plain(tensors)

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from fcoll.errors import CollectiveMismatch, FcollError
-from fcoll.simulation.channel import Channel, carry_out
+from fcoll.simulation.channel import Channel, Part, carry_out
 from fcoll.simulation.faults import Drop, Reorder
-from fcoll.simulation.moves import Part, amount
 from fcoll.simulation.work import SimulatedWork
+from fcoll.table.pieces import amount
 
 ANY = -1
 

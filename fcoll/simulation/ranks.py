@@ -15,13 +15,13 @@ import torch
 from fcoll.eager import async_tensor
 from fcoll.errors import BadOption, RankFailed, RanksTimeout, ran
 from fcoll.lobby import torchrun_variables
-from fcoll.simulation import _torch, world
+from fcoll.simulation import _torch, rank_worlds
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault
+from fcoll.simulation.rank_settings import Settings
 from fcoll.simulation.reports import never_waited_for
 from fcoll.simulation.schedules import Choices, Schedule
 from fcoll.simulation.session import RankKilled, Session
-from fcoll.simulation.settings import Settings
 from fcoll.source import show, sites_from
 
 SLICE_S = 0.2  # of a wait for all ranks
@@ -91,7 +91,7 @@ def run(
     results: list[Any] = [None] * session.n
     caller, threads = Settings.now(generators), torch.get_num_threads()
     unwaited = async_tensor.unwaited()
-    with world.in_force(), torchrun_variables(session.n):
+    with rank_worlds.in_force, torchrun_variables(session.n):
         try:
             for number in range(session.n):
                 rank = Rank(number, session.baton, caller.for_rank(number), session)
@@ -120,7 +120,7 @@ def _run(
         torch.set_num_threads(num_threads)
         with torch.autograd.set_multithreading_enabled(False):
             if not baton.stopping:
-                world.begin_world(backend)
+                rank_worlds.begin_world(backend)
                 result = ran("simulate_ranks", fn(rank.number))
                 results[rank.number] = _torch.waited_for(result)
     except RankKilled:
@@ -135,7 +135,7 @@ def _run(
             session.fail(error, rank)
     finally:
         try:
-            world.end_world()
+            rank_worlds.end_world()
         finally:
             become(None)
             baton.end(rank)

@@ -26,6 +26,7 @@ from fcoll._torch import (
     unboxed_group,
 )
 from fcoll.errors import MismatchedLists, fail
+from fcoll.reductions import parse
 
 Tensors: TypeAlias = Sequence[Tensor]
 Group: TypeAlias = tuple[Any, int]  # what the row's group_name becomes, and the size
@@ -73,6 +74,10 @@ class Op:
         return tuple(inspect.signature(self.message).parameters)
 
     @cached_property
+    def _group_at(self) -> int:
+        return self.arguments.index("process_group")
+
+    @cached_property
     def _returns(self) -> int:
         """How many: nothing, a handle, or before it the tensors that it writes to."""
         return c10d_returns(self.name)
@@ -83,9 +88,27 @@ class Op:
     def read(self, named: Mapping[str, Any], group: Callable[[ProcessGroup], Group]) -> Message:
         """The message of a call with these arguments; ``group`` makes (name, n) of a group."""
         known: dict[str, Any] = {"process_group": group(unboxed_group(named["process_group"]))}
-        if "reduce_op" in named:
+        if not isinstance(named.get("reduce_op", ""), str):
             known["reduce_op"] = reduce_op_name(named["reduce_op"])
         return self.message(**{**named, **known})
+
+    def of_method(self, args: Sequence[Any]) -> dict[str, Any] | None:
+        """The op's arguments of a call of one of its methods (tensors, more, options), by name but
+        the group; None for a form of the method without options."""
+        at = self._group_at
+        tensors, rest = args[:at], list(args[at:])
+        options: Any = rest.pop() if rest else None
+        if not hasattr(options, "timeout") or len(rest) not in (0, 2):
+            return None
+        named = dict(zip(self.arguments, tensors, strict=False))
+        for name in self.arguments[at + 1 :]:
+            if name == "reduce_op":
+                named[name] = parse(self.name, options.reduceOp)
+            elif name == "root_rank":
+                named[name] = options.rootRank
+            elif rest:
+                named[name] = rest.pop(0)
+        return named
 
     def returned(self, args: Sequence[Any]) -> Any:
         """What a call returns that is complete: tensors, a handle or both."""

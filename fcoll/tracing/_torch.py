@@ -25,6 +25,7 @@ from fcoll._torch import op_name as op_name
 from fcoll._torch import unboxed_group as unboxed_group
 from fcoll.graph._torch import call_arguments as call_arguments
 from fcoll.imports import private, private_names, say_what_is_missing
+from fcoll.ranks.patches import Patches, patched
 
 
 class _Never(Exception):
@@ -49,20 +50,8 @@ _device_constructors = private("torch.utils._device", "_device_constructors")
 # -- in place of what is there ---
 
 
-@contextmanager
-def replaced(owner: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Inside, a class or module has these attributes; what it had comes back at the end."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)  # it was a base class's
+#: Inside, a class or module has these attributes; what it had comes back at the end.
+replaced = functools.partial(patched, "a trace")
 
 
 @contextmanager
@@ -133,11 +122,8 @@ def around_sharding_propagation(pause: Callable[[], AbstractContextManager[Any]]
         with pause():
             return original(*args, **kwargs)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = paused
-    try:
+    with replaced(ShardingPropagator, {original.__name__: paused}):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original
 
 
 @contextmanager
@@ -152,12 +138,9 @@ def real_meshes() -> Iterator[None]:
 
         return outside
 
-    DeviceMesh.__getitem__ = real(slices)  # type: ignore[method-assign]
-    DeviceMesh.mesh = property(real(ranks.fget))  # type: ignore[assignment, attr-defined]
-    try:
+    ours = {"__getitem__": real(slices), "mesh": property(real(ranks.fget))}  # type: ignore[attr-defined]
+    with replaced(DeviceMesh, ours):
         yield
-    finally:
-        DeviceMesh.__getitem__, DeviceMesh.mesh = slices, ranks  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -180,8 +163,6 @@ def around_axes(note: Callable[[Any], None]) -> Iterator[None]:
 @contextmanager
 def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     """Call before(work) whenever the program waits for a handle of a fake or real group."""
-    classes = [cls for cls in (dist.Work, FakeWork) if "wait" in vars(cls)]
-    originals = [vars(cls)["wait"] for cls in classes]
 
     def around(original: Any) -> Any:
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
@@ -190,13 +171,11 @@ def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
 
         return wait
 
-    for cls, original in zip(classes, originals, strict=True):
-        cls.wait = around(original)  # type: ignore[method-assign]
-    try:
+    with Patches("a trace") as patches:
+        for cls in (dist.Work, FakeWork):
+            if "wait" in vars(cls):
+                patches.wrap(cls, "wait", around)
         yield
-    finally:
-        for cls, original in zip(classes, originals, strict=True):
-            cls.wait = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -5,8 +5,8 @@ Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
 from fcoll._torch import work_registry_size
 from fcoll.imports import say_what_is_missing
+from fcoll.ranks.patches import Patches, patched
 
 
 def at_end_of_backward(fn: Callable[[], None]) -> None:
@@ -55,7 +56,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def replace(name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(torch's own)`` in the place of a name of torch.distributed."""
-    setattr(dist, name, make(getattr(dist, name)))
+    Patches("fcoll.Reducer").wrap(dist, name, make)
 
 
 def copy_into(to: list[Tensor], tensors: list[Tensor]) -> None:
@@ -116,17 +117,9 @@ def nobody_watches() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0
 
 
-@contextmanager
-def replaced_in_dist(names: dict[str, Any]) -> Iterator[None]:
+def replaced_in_dist(names: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside, torch.distributed has these instead of its own."""
-    before = {name: getattr(dist, name) for name in names}
-    try:
-        for name, value in names.items():
-            setattr(dist, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(dist, name, value)
+    return patched("fcoll.Reducer", dist, names)
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:

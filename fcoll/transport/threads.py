@@ -1,8 +1,7 @@
 """The carrier between simulated ranks, which are threads of one process (fcoll/simulation).
 
 A simulated group carries a collective out for all its ranks when the last has come. All dtypes and
-reduce ops are taken as they are; a call of the table brings its signature, so that calls which
-differ in any argument are told apart, as on shared memory.
+reduce ops are taken as they are, so every primitive is the group's own method.
 """
 
 from __future__ import annotations
@@ -16,46 +15,32 @@ from torch import Tensor
 from fcoll.groups import Group
 from fcoll.reductions import Reduction
 from fcoll.transport import messages
-from fcoll.transport.protocol import Started, Transfer, running
+from fcoll.transport.protocol import Started, Transfer
 
 
-def _start(g: Group, op: str, *facts: str, **part: Any) -> dist.Work:
-    pg: Any = g.pg  # a SimulatedGroup
-    return pg.carry(op, facts, _signature(), **part)
-
-
-def _signature() -> Any:
-    """What the ranks compare of the call of the table that this is part of; None if there is none:
-    its row, shapes, dtypes and arguments, and how people read them."""
-    if running.signed is None:
-        return None
-    made = running.signed()
-    own = made.facts.own_dim
-    shapes = [tuple(-1 if d == own else s for d, s in enumerate(x.shape)) for x in made.tensors]
-    dtypes = [str(x.dtype) for x in made.tensors]
-    shown = f"{made.row} of {', '.join(map(str, shapes))}"
-    return made.row, tuple(shapes), tuple(dtypes), made.facts, tuple(made.more), shown
-
-
-# -- the primitives ---
+def _options(made: Any, row: Reduction | None = None, root: int | None = None) -> Any:
+    if row is not None:
+        made.reduceOp = row.c10d
+    if root is not None:
+        made.rootRank = root
+    return made
 
 
 def all_reduce_(buf: Tensor, row: Reduction, g: Group) -> Started:
-    return _start(g, "all_reduce", row.name, ins=[buf], outs=[buf], reduce_op=row.name), None
+    return g.pg.allreduce([buf], _options(dist.AllreduceOptions(), row)), None
 
 
 def reduce_(buf: Tensor, dst: int, row: Reduction, g: Group) -> Started:
-    facts = row.name, f"to rank {dst}"
-    return _start(g, "reduce", *facts, ins=[buf], outs=[buf], reduce_op=row.name, root=dst), None
+    return g.pg.reduce([buf], _options(dist.ReduceOptions(), row, dst)), None
 
 
 def reduce_scatter(out: Tensor, chunks: Tensor, row: Reduction, g: Group) -> Started:
-    ins = list(chunks.unbind())
-    return _start(g, "reduce_scatter", row.name, ins=ins, outs=[out], reduce_op=row.name), None
+    options = _options(dist.ReduceScatterOptions(), row)
+    return g.pg.reduce_scatter([out], [list(chunks.unbind())], options), None
 
 
 def all_gather(out: Tensor, x: Tensor, g: Group) -> dist.Work | None:
-    return _start(g, "all_gather", ins=[x], outs=_parts(out, g.n))
+    return g.pg.allgather([_parts(out, g.n)], [x])
 
 
 def exchange(
@@ -65,21 +50,21 @@ def exchange(
     output_splits: Sequence[int] = (),
     input_splits: Sequence[int] = (),
 ) -> dist.Work | None:
-    outs = out.split(list(output_splits)) if output_splits else _parts(out, g.n)
-    ins = x.split(list(input_splits)) if input_splits else _parts(x, g.n)
-    return _start(g, "all_to_all", ins=ins, outs=outs)
+    outs = list(out.split(list(output_splits))) if output_splits else _parts(out, g.n)
+    ins = list(x.split(list(input_splits))) if input_splits else _parts(x, g.n)
+    return g.pg.alltoall(outs, ins)
 
 
 def broadcast_(buf: Tensor, src: int, g: Group) -> dist.Work | None:
-    return _start(g, "broadcast", f"from rank {src}", ins=[buf], outs=[buf], root=src)
+    return g.pg.broadcast([buf], _options(dist.BroadcastOptions(), root=src))
 
 
 def barrier(g: Group) -> dist.Work | None:
-    return _start(g, "barrier")
+    return g.pg.barrier()
 
 
 def transfer(transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
-    pg: Any = g.pg
+    pg: Any = g.pg  # a SimulatedGroup
     return [pg.message(t.sends, t.buf, t.peer, t.tag % messages.PLAIN) for t in transfers]
 
 

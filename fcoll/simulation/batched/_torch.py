@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
 from fcoll.imports import private, private_names, say_what_is_missing
+from fcoll.ranks.patches import Patches
 from fcoll.source import is_library
 
 TransformType, _add_batch_dim, _remove_batch_dim, _unwrap_batched = private_names(
@@ -276,7 +277,7 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
 # -- what asks for the rank, which is another on each ---
 
 
-class Patch:
+class RankQueries:
     """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank, and
     torch's functional collectives take the short way (``short``: by name, given torch's own)."""
 
@@ -311,33 +312,19 @@ class Patch:
             (DeviceMesh, "__init__", seen),
         )
         self.short = short
-        self._made: dict[Any, Any] = {}  # (owner, name) -> torch's own, and what it becomes
+        # what was there when they were last made -> what it becomes
+        self._kept: tuple[list[Any], list[tuple[Any, str, Any]]] = [], []
 
-    def apply(self) -> Callable[[], None]:
-        """Returns what undoes it."""
+    def apply(self, patches: Patches) -> None:
         changes = self.changes
         if functional := sys.modules.get(_FUNCTIONAL):
             names = vars(functional)  # which differ between versions of torch
             changes += tuple((functional, n, make) for n, make in self.short.items() if n in names)
-        before: list[tuple[Any, str, Any]] = []
-
-        def undo() -> None:
-            for owner, name, old in before:
-                setattr(owner, name, old)
-
-        try:
-            for owner, name, make in changes:
-                old = vars(owner)[name]
-                before.append((owner, name, old))
-                known, new = self._made.get((owner, name), (None, None))
-                if known is not old:  # else made already, when it was called last
-                    new = make(getattr(owner, name))
-                    self._made[owner, name] = old, new
-                setattr(owner, name, new)
-        except BaseException:  # an interrupt
-            undo()
-            raise
-        return undo
+        there = [vars(owner)[name] for owner, name, _ in changes]
+        if there != self._kept[0]:  # else kept: to make them takes as long as a small collective
+            made = [(owner, name, make(getattr(owner, name))) for owner, name, make in changes]
+            self._kept = there, made
+        patches.apply(self._kept[1])
 
 
 # The module of torch's functional collectives, if anyone has imported it.

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fcoll.errors import BadMesh, ran
-from fcoll.simulation.batched import _torch, kernels, traced
+from fcoll.simulation.batched import _torch, compiled_call, kernels
 from fcoll.simulation.batched import shortcuts as _shortcuts  # noqa: F401  stages look for them
-from fcoll.simulation.batched.arguments import Given, only_tensors
 from fcoll.simulation.batched.refusals import CAUGHT, explained
+from fcoll.simulation.batched.stacked_arguments import Given, only_tensors
 from fcoll.simulation.batched.stage import Stage
 
 Fn = Callable[..., Any]
@@ -77,7 +77,7 @@ class Simulated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            return traced.call(self, args, kwargs)
+            return compiled_call.call(self, args, kwargs)
         kernels.teach()
         try:
             return self.stage.run(self.mapped, args, kwargs, self.stage.size)

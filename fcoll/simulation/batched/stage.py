@@ -17,6 +17,7 @@ from fcoll._torch import group_ranks, mesh_group_name
 from fcoll.eager import dispatch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
+from fcoll.ranks.patches import Patches
 from fcoll.simulation.batched import _torch
 from fcoll.simulation.baton import this_rank
 from fcoll.table.partition import Partition
@@ -77,19 +78,20 @@ class Stage:
                 leave()
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        undo = _patch.apply()
+        patches = Patches("fcoll.simulate")
         level, self.level = self.level, _torch.depth() + 1
         active.append(self)
         groups.resolvers.append(self.group_name)
         ways, dispatch.stacked_ways[:] = list(dispatch.stacked_ways), short_of_fcolls
         try:
+            _queries.apply(patches)
             return fn(*args)
         finally:
+            patches.undo()
             dispatch.stacked_ways[:] = ways
             groups.resolvers.pop()
             active.pop()
             self.level = level
-            undo()
 
     # -- groups ---
 
@@ -211,7 +213,7 @@ def _saw_mesh(mesh: DeviceMesh) -> None:
 #: name of a functional collective of torch's -> what makes its short way (shortcuts.py)
 short: dict[str, Callable[..., Any]] = {}
 short_of_fcolls: list[Callable[..., Any]] = []  # the same for fcoll's own functions
-_patch = _torch.Patch(_rank_of, _saw_mesh, short)
+_queries = _torch.RankQueries(_rank_of, _saw_mesh, short)
 
 
 def _position(mesh: DeviceMesh, names: list[Any], axis: Any) -> int:

@@ -1,4 +1,4 @@
-"""The door of every op on LocalTensors, and of every op in a LocalTensorMode."""
+"""Dispatch of every op on LocalTensors, and of every op in a LocalTensorMode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcoll.local import _c10d, functional, mesh, over_ranks, own
+from fcoll.local import mesh, over_ranks
+from fcoll.local.errors import MixedRanks
 from fcoll.local.scan import Seen, scan
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _inside = threading.local()
+_COLLECTIVES = ("c10d", "fcoll", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any], mode: LocalTensorMode | None) -> Any:
@@ -43,12 +45,11 @@ def _for_all_ranks(func: Any, args: Any, kwargs: Any, seen: Seen, order: tuple[i
     if func.namespace == "aten":
         if (uneven := _UNEVEN.get(func.overloadpacket)) and args[0]._uneven is not None:
             return uneven(*args)
-    elif func.namespace == "c10d":
-        return _c10d.run(func, args, kwargs)
-    elif func in functional.OPS or func.namespace in functional.NAMESPACES:
-        return functional.run(func, args, kwargs)
-    elif func.namespace == "fcoll":
-        return own.run(func, args, kwargs)
+    elif func.namespace in _COLLECTIVES:
+        from fcoll.local import row_calls  # not at import: this may be served early
+
+        run = row_calls.run_c10d if func.namespace == "c10d" else row_calls.run_op
+        return run(func, args, kwargs)
     return over_ranks.run(func, args, kwargs, seen, order)
 
 
@@ -60,15 +61,9 @@ def _order(seen: Seen, mode: LocalTensorMode | None) -> tuple[int, ...]:
     first = seen.locals[0]
     for other in seen.locals[1:]:
         if other._order != first._order:
-            raise AssertionError(
-                f"tensors of different ranks in one call: {list(first._order)} and "
-                f"{list(other._order)}"
-            )
+            raise MixedRanks(first=list(first._order), other=list(other._order))
     if mode is not None and not first._ranks <= mode.ranks:
-        raise AssertionError(
-            f"Input LocalTensor of ranks {list(first._order)} must be configured for a subset of "
-            f"the LocalTensorMode ranks {sorted(mode.ranks)}"
-        )
+        raise MixedRanks(first=list(first._order), other=f"the mode's {sorted(mode.ranks)}")
     return first._order
 
 

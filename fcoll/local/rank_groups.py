@@ -12,17 +12,26 @@ from functools import cache
 from typing import Any
 
 from fcoll.local import _torch
+from fcoll.local.errors import IncompleteGroup
 
 Groups = tuple[tuple[int, ...], ...]
 
 # Of groups that belong to a mesh, all fibers of the mesh's dim; of others, what is derived.
 _known: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
+changes = 0  # how often what was known of a group has changed
 
 
 def remember(mesh: Any) -> None:
     """Note the groups of all ranks for each dim of a mesh."""
     for dim, name in enumerate(_torch.mesh_group_names(mesh)):
-        _known[_torch.resolve_group(name)] = _along(mesh, dim)
+        _note(_torch.resolve_group(name), _along(mesh, dim))
+
+
+def _note(group: Any, found: Groups) -> None:
+    global changes
+    if _known.get(group) != found:
+        changes += 1
+        _known[group] = found
 
 
 def _along(mesh: Any, dim: int) -> Groups:
@@ -48,9 +57,9 @@ def _remember_all(group: Any) -> None:
             found = _along(mesh, names.index(group.group_name))
             # meshes outlive their world, and the next one has groups of the same names
             if ranks in found and {r for g in found for r in g} <= set(world):
-                _known[group] = found
+                _note(group, found)
     if group not in _known:
-        _known[group] = derived(ranks, len(world))
+        _note(group, derived(ranks, len(world)))
 
 
 @cache
@@ -79,10 +88,8 @@ def calling(group: Any, order: tuple[int, ...]) -> Groups:
     """The groups that make a call together with ``group``, all of whose ranks are in ``order``."""
     found = _present(groups_of(group), order, group.size())
     if not found:
-        raise AssertionError(
-            f"no group of {group.size()} ranks like {_torch.group_ranks(group)} has all its ranks "
-            f"among {list(order)}"
-        )
+        like = _torch.group_ranks(group)
+        raise IncompleteGroup(n=group.size(), like=like, ranks=list(order))
     return found
 
 

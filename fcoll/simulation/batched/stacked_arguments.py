@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fcoll.errors import BadStack, fail
-from fcoll.simulation.batched.modules import is_stacked, swap, tensors_of
+from fcoll.simulation.batched.stacked_modules import is_stacked, swap, tensors_of
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fcoll.local import _torch, rows
+from fcoll.local.errors import MismatchedShards, NotLocal, RanksDiffer, ShardNeedsGrad
 from fcoll.local.ints import LocalIntNode, local_int
 
 _ATTRIBUTE = "_local_tensor_"
@@ -47,11 +48,8 @@ class LocalTensor(Tensor):
     def __new__(
         cls, local_tensors: Mapping[int, Tensor], requires_grad: bool = False
     ) -> LocalTensor:
-        if any(t.requires_grad for t in local_tensors.values()):
-            raise AssertionError(
-                "the tensors of the ranks require grad, and their graph would be lost: detach "
-                "them, and pass requires_grad=True to LocalTensor."
-            )
+        if needing := [r for r, t in local_tensors.items() if t.requires_grad]:
+            raise ShardNeedsGrad(ranks=needing)
         if not local_tensors:
             raise ValueError("LocalTensor cannot be empty!")
         plain = {r: _plain(t, r) for r, t in local_tensors.items()}
@@ -215,9 +213,9 @@ class LocalTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from fcoll.local import dispatch  # it needs this class
+        from fcoll.local import op_dispatch  # it needs this class
 
-        return dispatch.dispatch(func, args, kwargs or {}, None)
+        return op_dispatch.dispatch(func, args, kwargs or {}, None)
 
     def wait(self) -> LocalTensor:
         """Itself: results of functional collectives, which programs wait for, are complete."""
@@ -254,7 +252,8 @@ class LocalTensor(Tensor):
         """A copy of the tensor that all ranks have; an error if they differ."""
         equal = self._equal_local_tensors()
         if not isinstance(equal, Tensor):
-            raise AssertionError("LocalTensor shards must be the same to reconcile")
+            hint = "Take one rank's, by tensor_map, or gather them first."
+            raise RanksDiffer(what="shards must be the same to reconcile", hint=hint)
         return equal.clone().detach().requires_grad_(self.requires_grad)
 
     def _equal_local_tensors(self) -> Tensor | torch.Size | None:
@@ -280,6 +279,12 @@ class Contiguous(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+def local(x: Any, what: str = "Input") -> LocalTensor:
+    if not isinstance(x, LocalTensor):
+        raise NotLocal(what=what, got=type(x).__name__)
+    return x
 
 
 def stacked(stack: Tensor, order: tuple[int, ...], cls: type = LocalTensor) -> LocalTensor:
@@ -324,17 +329,13 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     for name in ("dtype", "layout"):
         if any(getattr(t, name) != getattr(first, name) for t in tensors):
             found = sorted({str(getattr(t, name)) for t in tensors})
-            raise AssertionError(
-                f"Tensors representing LocalTensor shards must have the same {name}: {found}"
-            )
+            raise MismatchedShards(what=name, found=found)
     keys = [(t.is_conj(), t.is_neg()) for t in tensors]
     if any(k != keys[0] for k in keys):
-        raise AssertionError(
-            "Tensors representing LocalTensor shards must have the same set of extra dispatch keys"
-        )
+        raise MismatchedShards(what="lazy conjugation and negation", found=sorted(set(keys)))
     if any(t.dim() != first.dim() for t in tensors):
         dims = [t.dim() for t in tensors]
-        raise AssertionError(f"the ranks' tensors have different numbers of dims: {dims}")
+        raise MismatchedShards(what="number of dims", found=dims)
 
 
 def _uneven_meta(tensors: Mapping[int, Tensor]) -> tuple[list[Any], list[Any]]:

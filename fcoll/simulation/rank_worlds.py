@@ -8,20 +8,19 @@ is put back.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from fcoll.errors import BadOption, NotOnSimulatedRanks
+from fcoll.ranks.patches import Patches, SharedPatches, where
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import this_rank
+from fcoll.simulation.channel import Part
 from fcoll.simulation.group import SimulatedGroup
-from fcoll.simulation.moves import Part
 from fcoll.simulation.work import wait_for_future
 from fcoll.source import user_line
 
@@ -96,19 +95,6 @@ class Worlds:
     def _mine(self) -> Any:
         me = this_rank()
         return object.__getattribute__(self, "own") if me is None else me.world
-
-
-def _by_rank(module: Any, name: str, of_ranks: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is ``of_ranks(original, *args)`` on simulated ranks."""
-    original = getattr(module, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if this_rank() is None:
-            return original(*args, **kwargs)
-        return of_ranks(original, *args, **kwargs)
-
-    call.__name__ = name
-    return call
 
 
 # -- what ranks get instead ---
@@ -316,32 +302,11 @@ def _store_class(original: Any) -> Any:
 
 # -- in and out of force ---
 
-_lock = threading.Lock()
-_users = 0
-_undo: list[Callable[[], None]] = []
 
-
-@contextmanager
-def in_force() -> Iterator[None]:
-    """torch.distributed serves simulated ranks inside; all is as before when the last has left."""
-    global _users
-    with _lock:
-        if _users == 0:
-            _install()
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                while _undo:
-                    _undo.pop()()
-
-
-def _install() -> None:
+def _apply(patches: Patches) -> None:
     c10d = _torch.c10d
-    _replace(c10d, "_world", Worlds(c10d._world))
+    patches.replace(c10d, "_world", Worlds(c10d._world))
+    of_ranks: Callable[..., Any]
     for name, of_ranks in (
         ("rendezvous", _rendezvous),
         ("_process_group_name", _group_name),
@@ -349,29 +314,24 @@ def _install() -> None:
         ("split_group", _split_group),
         ("_get_default_timeout", _default_timeout),
     ):
-        made = _by_rank(c10d, name, of_ranks)
-        for module in _torch.replaced(name):
-            _replace(module, name, made)
-    for module, name, entry in (
+        for module in _torch.holders(name):
+            patches.wrap(module, name, where(this_rank, of_ranks))
+    for module, name, of_ranks in (
         (_torch.device_mesh, "get_backend", _backend_of_mesh),
         (_torch.c10d_logger, "_get_msg_dict", _log_entry),
+        (_torch.Future, "wait", wait_for_future),
     ):
-        _replace(module, name, _by_rank(module, name, entry))
+        patches.wrap(module, name, where(this_rank, of_ranks))
     for name in ("TCPStore", "FileStore", "HashStore"):
-        _replace(dist, name, _store_class(getattr(dist, name)))
-    wait = vars(_torch.Future)["wait"]  # not getattr, which gives another object
-    _undo.append(lambda: setattr(_torch.Future, "wait", wait))
-    _torch.Future.wait = _by_rank(_torch.Future, "wait", wait_for_future)
+        patches.wrap(dist, name, _store_class)
     for name in ("_backend", "_default_pg_init_method"):  # init_process_group writes these
-        _replace(c10d, name, getattr(c10d, name))
-    _replace(sys, "excepthook", sys.excepthook)
-    _torch.isolate_threads(True)
-    _undo.append(lambda: _torch.isolate_threads(False))
+        patches.replace(c10d, name, getattr(c10d, name))
+    patches.replace(sys, "excepthook", sys.excepthook)
     before = dist.get_rank() if dist.is_initialized() else -1
-    _undo.append(lambda: _torch.set_global_rank(before))
+    _torch.isolate_threads(True)
+    patches.at_undo(lambda: _torch.isolate_threads(False))
+    patches.at_undo(lambda: _torch.set_global_rank(before))
 
 
-def _replace(module: Any, name: str, value: Any) -> None:
-    before = getattr(module, name)
-    _undo.append(lambda: setattr(module, name, before))
-    setattr(module, name, value)
+#: Inside, torch.distributed serves simulated ranks; all is as before when the last has left.
+in_force = SharedPatches("fcoll.simulate_ranks", _apply)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fcoll.local import _torch, products
+from fcoll.local import _torch, matrix_products
 
 aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def _way(func: Any, name: str, random: bool, mutates: bool, moves: bool) -> str:
     data_dependent = torch.Tag.data_dependent_output in func.tags
     if random or moves or to_out or data_dependent or name in _LOOP or func.namespace != "aten":
         return "loop"
-    if func in products.PRODUCTS:
+    if func in matrix_products.PRODUCTS:
         return "product"
     if _has_products(name):
         return "loop"

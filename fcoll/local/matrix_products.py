@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fcoll.local import _torch
 from fcoll.local.elementwise import NotStackable
+from fcoll.local.local_tensor import LocalTensor, apart
 from fcoll.local.rows import extent
-from fcoll.local.tensor import LocalTensor, apart
 
 aten = torch.ops.aten
 _LINE = 64  # bytes

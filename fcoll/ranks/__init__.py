@@ -1,0 +1,1 @@
+"""Who is rank r, and what of torch is replaced while it runs."""
