@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fcoll.report import notebook
 from fcoll.report.places import place_of
 from fcoll.report.svg import STYLE, merged
+from fcoll.scheduling.rank_lines import RankLine
 from fcoll.scheduling.timeline import Span
-from fcoll.scheduling.world import RankLine
 from fcoll.units import show_us, table
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from fcoll.graph.steps import Step
 from fcoll.report import lanes
 from fcoll.report.places import is_whole, place_of, rank_at, varying
 from fcoll.report.symmetry import representatives
+from fcoll.scheduling.clock import Meeting
 from fcoll.scheduling.contention import Contention
-from fcoll.scheduling.crowded import run_world
+from fcoll.scheduling.rank_lines import RankLine, RankProgram, run_world
 from fcoll.scheduling.streams import as_streams_run
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
-from fcoll.scheduling.world import Meeting, RankLine, RankProgram
 from fcoll.tracing.peers import Board
 from fcoll.tracing.trace import Mode
 from fcoll.tracing.workers import Tracer
@@ -266,6 +266,7 @@ class _Model:
         price = pricing(traced.collectives, machine, costs, traced.sizes)
         self.us = {step.name: price(step) for step in traced.steps}
         self.phases = {step.name: step.phase for step in traced.steps}
+        self.results = {c.id: len(c.shapes) for c in traced.collectives}
 
     def on(self, rank: int, slow: float) -> RankProgram:
         us = self.us
@@ -274,7 +275,7 @@ class _Model:
             return us[step.name] * slow if step.kind == "compute" else us[step.name]
 
         meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
-        return RankProgram(self.traced.steps, meetings, price, self.contention)
+        return RankProgram(self.traced.steps, meetings, price, self.contention, self.results)
 
     def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
         group = self.groups.of(call.ranks, call.instance, rank)
