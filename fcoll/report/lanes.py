@@ -17,7 +17,7 @@ from fcoll.scheduling.timeline import Span
 from fcoll.units import show_us, table
 
 if TYPE_CHECKING:
-    from fcoll.report.world import WorldTimeline
+    from fcoll.report.all_ranks import WorldTimeline
 
 CELLS = 60  # characters of a lane in a terminal
 WIDTH, LEFT, RIGHT, TOP, LANE, COMM, GAP = 1100, 150, 16, 44, 20, 6, 7
