@@ -24,8 +24,8 @@ import fcoll
 from fcoll.costs.forms import ring
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
-from fcoll.profiling.calibrate import CALLS, PASSES, Sample, calibrate, call_us, typical
-from fcoll.profiling.calibrate import SIZES as TRIED
+from fcoll.profiling.calibration import CALLS, PASSES, Sample, calibrate, call_us, typical
+from fcoll.profiling.calibration import SIZES as TRIED
 from fcoll.table.collectives import COLLECTIVES
 
 SIZES = (5 << 8, 24 << 10, 640 << 10, 12 << 20, (16 << 20) - (64 << 10))

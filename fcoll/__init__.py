@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from fcoll.groups import Group, GroupLike
     from fcoll.profiling.profile import Profile, profile
     from fcoll.report.advice import Advice, advice
+    from fcoll.report.all_ranks import WorldTimeline, timeline
     from fcoll.report.scale import Point, Points, scale
-    from fcoll.report.world import WorldTimeline, timeline
-    from fcoll.scheduling.plan import Plan
     from fcoll.scheduling.planner import schedule
-    from fcoll.scheduling.registry import scheduler
+    from fcoll.scheduling.scheduler_registry import scheduler
+    from fcoll.scheduling.verified_plan import Plan
     from fcoll.simulation import faults
     from fcoll.simulation.batched.indices import axis_index, rank
     from fcoll.simulation.batched.simulate import simulate
@@ -79,10 +79,10 @@ _NAMES_OF = {
     "profiling.profile": "Profile profile",
     "report.advice": "Advice advice",
     "report.scale": "Point Points scale",
-    "report.world": "WorldTimeline timeline",
-    "scheduling.plan": "Plan",
+    "report.all_ranks": "WorldTimeline timeline",
+    "scheduling.verified_plan": "Plan",
     "scheduling.planner": "schedule",
-    "scheduling.registry": "scheduler",
+    "scheduling.scheduler_registry": "scheduler",
     "simulation.batched.indices": "axis_index rank",
     "simulation.batched.stacked_modules": "stack_modules",
     "simulation.batched.simulate": "simulate",

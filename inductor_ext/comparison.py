@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from fcoll.errors import PlanMismatch
-from fcoll.graph.agreement import Call, Compared, calls_by_group, compare, compared
+from fcoll.graph.call_agreement import Call, Compared, calls_by_group, compare, compared
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.nodes import has_named_group, regions_of
 from fcoll.groups import by_name

@@ -12,7 +12,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine, machine_dir
 from fcoll.scheduling.planner import cap_bytes, split_switch
-from fcoll.scheduling.registry import scheduler_key, scheduler_of
+from fcoll.scheduling.scheduler_registry import scheduler_key, scheduler_of
 from inductor_ext.errors import UnknownForm, UnknownSetting
 
 #: How a collective on shared memory may be lowered: fused with what follows, one extern call that

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from fcoll.errors import FcollError
-from fcoll.graph.agreement import turn_away
+from fcoll.graph.call_agreement import turn_away
 from fcoll.groups import by_name
 
 log = logging.getLogger("inductor_ext")

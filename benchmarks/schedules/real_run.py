@@ -37,7 +37,7 @@ from torch import Tensor
 
 import fcoll
 import inductor_ext
-from fcoll.profiling.calibrate import measure
+from fcoll.profiling.calibration import measure
 from fcoll.units import table
 
 PROGRAMS: dict[str, Callable[..., Tensor]] = {}

@@ -34,8 +34,8 @@ from schedules.llama import Program, Shape, program
 import fcoll
 from fcoll.errors import BadPlan
 from fcoll.scheduling.bounds import times
-from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.problem import problem_of
+from fcoll.scheduling.verified_plan import Plan
 from fcoll.units import table
 
 RULES = ("sink_waits", "raise_comms", "reorder_compute")

@@ -17,7 +17,7 @@ import numpy
 
 from fcoll.checking.proofs import Program
 from fcoll.checking.provenance import Origins, Term
-from fcoll.tracing.equivalent_ranks import Alike
+from fcoll.tracing.equivalent_ranks import Alike, together, told_apart
 from fcoll.tracing.peers import Board
 
 PATIENCE_S = 20.0  # of tracing kinds, after which others are taken to do as those traced
@@ -48,7 +48,7 @@ def find_kinds(
     found = Kinds(dict(board.axes), {}, numpy.full(world.size, -1))
     begin = time.perf_counter()
     while True:
-        following = _next(found, world)
+        following = _next(found)
         tired = len(found.traced) >= FEW and time.perf_counter() - begin > PATIENCE_S
         if following is None or tired:
             return found
@@ -64,12 +64,12 @@ def find_kinds(
         progress(len(found.traced), len(found.traced) + bool(found.unknown))
 
 
-def _next(found: Kinds, world: Alike) -> int | None:
+def _next(found: Kinds) -> int | None:
     """The next rank to trace: one that is not known, or of those that meet other kinds than the
     traced one they are like."""
     if found.unknown:
         return found.unknown[0]
-    colours = meeting(found, world)
+    colours = told_apart(together([found.of]), found.axes)
     seen = {colours[rank] for rank in found.traced}
     rest = [rank for rank, colour in _firsts(colours) if colour not in seen]
     if not rest:
@@ -81,23 +81,6 @@ def _next(found: Kinds, world: Alike) -> int | None:
 def _firsts(colours: Any) -> Iterator[tuple[int, Any]]:
     values, firsts = numpy.unique(colours, return_index=True)
     yield from zip(firsts.tolist(), values.tolist(), strict=True)
-
-
-def meeting(found: Kinds, world: Alike) -> Any:
-    """The ranks' kinds, told apart until all of a kind meet the same kinds along each axis."""
-    colours = numpy.unique(found.of, return_inverse=True)[1]
-    shape = tuple(found.axes.values())
-    while True:
-        keys = [colours]
-        for i, n in enumerate(shape):
-            along = numpy.moveaxis(colours.reshape(shape), i, -1)
-            rows = numpy.unique(along.reshape(-1, n), axis=0, return_inverse=True)[1].reshape(-1)
-            whole = numpy.repeat(rows, n).reshape(along.shape)
-            keys.append(numpy.moveaxis(whole, -1, i).reshape(-1))
-        finer = numpy.unique(numpy.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
-        if finer.max() == colours.max():
-            return colours
-        colours = finer
 
 
 def witnesses(found: Kinds) -> dict[int, Program]:

@@ -42,7 +42,7 @@ def _report(args: argparse.Namespace) -> int:
     from fcoll.report import against, html, observed, perfetto, summary, svg, text, why
     from fcoll.report.advice import advice
     from fcoll.scheduling.planner import schedule
-    from fcoll.scheduling.registry import scheduler_of
+    from fcoll.scheduling.scheduler_registry import scheduler_of
     from fcoll.scheduling.timeline import timeline
 
     # before the work: a name may be misspelt
@@ -121,7 +121,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from fcoll.profiling.calibrate import calibrate
+    from fcoll.profiling.calibration import calibrate
 
     name = "local-gloo.toml" if args.gloo else "local.toml"
     path = Path(args.out) if args.out else machine_dir() / name
@@ -195,7 +195,7 @@ def _scale(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    from fcoll.report.world import timeline
+    from fcoll.report.all_ranks import timeline
 
     if not args.mesh:
         raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh pp=4,dp=2.")
@@ -219,7 +219,7 @@ def _timeline(args: argparse.Namespace) -> int:
 
 def _schedule(args: argparse.Namespace) -> int:
     from fcoll.report import experiments
-    from fcoll.scheduling.registry import scheduler_of
+    from fcoll.scheduling.scheduler_registry import scheduler_of
 
     names, machines = args.schedulers.split(","), args.machine.split(",")
     for check, given in ((scheduler_of, names), (Machine.of, machines)):
@@ -264,14 +264,14 @@ def _collectives(args: argparse.Namespace) -> int:
 
 def _machines(args: argparse.Namespace) -> int:
     if args.prices:
-        from fcoll.report import prices
+        from fcoll.report import form_prices
 
         machine = Machine.of(args.prices)
         n = machine.ranks_per_node if args.ranks is None else args.ranks
         if n < 2:
             raise BadOption(op="machines", arg="--ranks", value=n, known="2, 3, ...")
-        found = prices.by_form(machine, n)
-        _print(args, found, lambda: prices.render(machine, found))
+        found = form_prices.by_form(machine, n)
+        _print(args, found, lambda: form_prices.render(machine, found))
         return FINE
     known = {name: Machine.preset(name).note for name in presets()}
     width = max(map(len, known))

@@ -16,7 +16,7 @@ from fcoll.graph import _torch
 from fcoll.graph.nodes import SPLITS as SPLITS
 from fcoll.graph.nodes import arguments, collectives, origin_of, waits_of
 from fcoll.graph.origin import Frames
-from fcoll.graph.sizes import Hints
+from fcoll.graph.symbolic_sizes import Hints
 from fcoll.groups import Group, by_name
 from fcoll.source import line_in, show
 from fcoll.table.collectives import COLLECTIVES

@@ -20,8 +20,8 @@ from torch.fx.node import map_arg
 
 from fcoll.graph import _torch
 from fcoll.graph.nodes import effect_of, origin_of, row_of_node, tensors_of
-from fcoll.graph.sizes import Hints
-from fcoll.graph.sizes import sizes_of as sizes_of
+from fcoll.graph.symbolic_sizes import Hints
+from fcoll.graph.symbolic_sizes import sizes_of as sizes_of
 from fcoll.source import line_in
 from fcoll.table.row import Expr
 

@@ -24,9 +24,9 @@ from fcoll.report import changes
 from fcoll.report.program import Program
 from fcoll.report.sharded import sharded
 from fcoll.report.summary import Row, rows
-from fcoll.scheduling.plan import freed_in_order
 from fcoll.scheduling.planner import schedule, without_collector
 from fcoll.scheduling.timeline import Costs, Timeline, pricing, timeline
+from fcoll.scheduling.verified_plan import freed_in_order
 from fcoll.table.p2p import IRECV
 from fcoll.units import show_bytes, show_us
 

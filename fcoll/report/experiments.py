@@ -18,10 +18,10 @@ from fcoll.report.lanes import page
 from fcoll.report.svg import STYLE
 from fcoll.scheduling.bounds import times
 from fcoll.scheduling.contention import Contention
-from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule
 from fcoll.scheduling.problem import problem_of
-from fcoll.scheduling.registry import scheduler_of
+from fcoll.scheduling.scheduler_registry import scheduler_of
+from fcoll.scheduling.verified_plan import Plan
 from fcoll.units import show_bytes, show_us, table
 
 SEEDS = 9

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fcoll.report import notebook
 from fcoll.report.places import place_of
 from fcoll.report.svg import STYLE, merged
+from fcoll.scheduling.rank_lines import RankLine
 from fcoll.scheduling.timeline import Span
-from fcoll.scheduling.world import RankLine
 from fcoll.units import show_us, table
 
 if TYPE_CHECKING:
-    from fcoll.report.world import WorldTimeline
+    from fcoll.report.all_ranks import WorldTimeline
 
 CELLS = 60  # characters of a lane in a terminal
 WIDTH, LEFT, RIGHT, TOP, LANE, COMM, GAP = 1100, 150, 16, 44, 20, 6, 7

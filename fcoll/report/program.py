@@ -13,8 +13,8 @@ from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us, compute_us, number
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.scheduling.plan import freed_in_order
 from fcoll.scheduling.timeline import Timeline, timeline
+from fcoll.scheduling.verified_plan import freed_in_order
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import number
 from fcoll.errors import BadOption, UnusedAxis
+from fcoll.report.all_ranks import timeline as all_ranks
 from fcoll.report.places import varying
-from fcoll.report.world import timeline as all_ranks
 from fcoll.scheduling.timeline import Timeline, timeline
 from fcoll.tracing.fake_world import axes_asked_for
 from fcoll.tracing.peers import Board

@@ -12,8 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fcoll.scheduling.clock import Clock
-from fcoll.scheduling.contention import Contention, Flow
+from fcoll.scheduling.clock import Clock, alone
 from fcoll.scheduling.problem import START, Problem
 
 
@@ -37,41 +36,11 @@ def run(problem: Problem, order: Sequence[int]) -> Outcome:
 def times(problem: Problem, order: Sequence[int]) -> tuple[float, list[float]]:
     """The time of the whole, and when each unit ends."""
     if problem.contention is not None:
-        return _contended(problem, problem.contention, order)
+        rank = alone(problem, order)
+        return rank.end_us, rank.ends
     clock = Clock(problem)
     clock.run(order)
     return clock.total_us, clock.ends
-
-
-def _contended(
-    problem: Problem, contention: Contention, order: Sequence[int]
-) -> tuple[float, list[float]]:
-    """The same with what runs at the same time slowing down."""
-    kind, us, stream, flights = problem.kind, problem.us, problem.stream, problem.flights
-    flow, host_us = Flow(contention.slowdown), contention.host_us
-    flight: dict[int, int] = {}  # unit -> its number in the flow
-    last: dict[int, int] = {}
-    ends = [0.0] * problem.n
-    now = host = 0.0
-    for u in order:
-        host += host_us * problem.launches[u]
-        if problem.launches[u] and host > now:
-            now = host
-        if kind[u] == START:
-            after = [flight[v] for v in flights[u]]
-            if (before := last.get(stream[u])) is not None:
-                after.append(before)
-            last[stream[u]] = flight[u] = flow.issue(now, us[u], after, problem.links[u])
-            continue
-        for v in flights[u]:
-            now = max(now, flow.until(flight[v]))
-        if us[u] > 0:
-            now = flow.compute(now, us[u])
-        ends[u] = now
-    total = max(now, flow.drain())
-    for u, number in flight.items():
-        ends[u] = flow.ended[number] or 0.0
-    return total, ends
 
 
 def memory_profile(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -101,31 +70,11 @@ def peak_bytes(problem: Problem, order: Sequence[int]) -> int:
 
 def exposed_us(problem: Problem, order: Sequence[int]) -> dict[str, float]:
     """How long compute waits for each collective, by the name of its start."""
-    free = [0.0] * len(problem.streams)
-    ends = [0.0] * problem.n
-    last = [-1] * len(problem.streams)
-    before: dict[int, int] = {}  # the collective that another one queued behind
     found: dict[str, float] = {}
-    now = 0.0
-    for u in order:
-        begin = max([now, *(ends[v] for v in problem.flights[u])])
-        if problem.kind[u] == START:
-            s = problem.stream[u]
-            if free[s] > begin:
-                before[u] = last[s]
-            begin = max(begin, free[s])
-            ends[u] = free[s] = begin + problem.us[u]
-            last[s] = u
-            continue
-        if begin > now and problem.flights[u]:
-            v: int | None = max(problem.flights[u], key=ends.__getitem__)
-            end = begin
-            while v is not None and end > now:  # what it queued for is theirs
-                low = max(now, ends[v] - problem.us[v])
-                found[problem.names[v]] = found.get(problem.names[v], 0.0) + max(end - low, 0.0)
-                end, v = min(end, low), before.get(v)
-        ends[u] = now = begin + problem.us[u]
-    return {name: us for name, us in found.items() if us > 0}
+    for u, begin, end in alone(problem, order).exposed():
+        begin = max(begin, end - problem.us[u])  # no longer than it takes
+        found[problem.names[u]] = found.get(problem.names[u], 0.0) + end - begin
+    return found
 
 
 # -- bounds ---

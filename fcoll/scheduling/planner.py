@@ -22,17 +22,17 @@ from fcoll.scheduling import classic
 from fcoll.scheduling import schedulers as _schedulers  # noqa: F401  they register themselves
 from fcoll.scheduling.bounds import Outcome
 from fcoll.scheduling.buckets import Bucket, merged, small_runs
-from fcoll.scheduling.changes import changes
 from fcoll.scheduling.contention import Contention
+from fcoll.scheduling.graph_changes import changes
 from fcoll.scheduling.node_order import node_order
 from fcoll.scheduling.overlap import Overlap
-from fcoll.scheduling.plan import Plan, verify_plan
 from fcoll.scheduling.priced import Budget, Change, Priced, Wanted
 from fcoll.scheduling.problem import problem_of
-from fcoll.scheduling.registry import Entry, Job, Scheduler, scheduler_of
 from fcoll.scheduling.rewrite import fake_mode_of, values_kept
 from fcoll.scheduling.runtime import Runtime
+from fcoll.scheduling.scheduler_registry import Entry, Job, Scheduler, scheduler_of
 from fcoll.scheduling.timeline import Costs, pricing
+from fcoll.scheduling.verified_plan import Plan, verify_plan
 from fcoll.units import show_bytes
 
 _NEVER = float("inf")
@@ -69,7 +69,7 @@ def schedule(
     ones, and the products around them, be run in chunks? ``reuse``: may one that has run before on
     the same data be left out, and the result kept? By default yes, but with {node name: us}, which
     says nothing of the nodes that come of it. With True these get prices that follow from the given
-    ones (changes.py), so that ``plan.order`` has nodes that the graph had not. ``splits="sums"`` is
+    ones (priced.py), so that ``plan.order`` has nodes that the graph had not. ``splits="sums"`` is
     True, and products over rows (``x.t() @ y``, the gradients of weights) may be summed chunk by
     chunk, too. That rounds to the tensor's dtype once more a chunk, so nothing else does it.
     ``runtime`` says how a compiler carries steps out, where that is not by kernels and streams.

@@ -15,8 +15,8 @@ from fcoll.graph.issued import Issued
 from fcoll.scheduling.bounds import Outcome, exposed_us
 from fcoll.scheduling.buckets import Bucket
 from fcoll.scheduling.overlap import quick
-from fcoll.scheduling.registry import Job
 from fcoll.scheduling.reuse import Reuse
+from fcoll.scheduling.scheduler_registry import Job
 from fcoll.scheduling.splits import Split
 
 

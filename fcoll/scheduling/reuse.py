@@ -3,7 +3,7 @@
 Sharded parameters are gathered for the forward and again for the backward pass, and so are the
 activations of sequence parallelism: the result was freed meanwhile to save memory. Where the cap
 leaves room it is kept instead. So sets of such collectives are proposed, planned like any graph,
-and taken if the plan is faster (changes.py).
+and taken if the plan is faster (graph_changes.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fcoll.errors import BadPlan, NoGraph
 from fcoll.scheduling import _torch, classic
 from fcoll.scheduling.overlap import Overlap
-from fcoll.scheduling.registry import Job, scheduler
+from fcoll.scheduling.scheduler_registry import Job, scheduler
 from fcoll.scheduling.search import search
 
 

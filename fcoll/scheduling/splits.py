@@ -4,7 +4,7 @@ A *split* is a part of the graph that runs in k chunks of its rows: collectives,
 and behind them, and what lies in between (chunks.py says what can). What is needed in whole outside
 is put together again; that is a copy, as is taking every k-th part of what comes in. The launches
 of smaller kernels and messages are paid for, too. So splits are proposed where a collective is
-exposed, made, planned like any graph, and kept if the plan is faster (changes.py).
+exposed, made, planned like any graph, and kept if the plan is faster (graph_changes.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ collective is exposed longer than it takes, and the step is compute plus all tha
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,7 +32,8 @@ from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us, compute_us, form_of, number
 from fcoll.errors import BadOption, MissingSize
 from fcoll.graph.steps import Step, steps_of
-from fcoll.scheduling.contention import Contention, Flow, launches
+from fcoll.scheduling.clock import COMPUTE, START, WAIT, Rank, Units, alone
+from fcoll.scheduling.contention import Contention, launches
 from fcoll.scheduling.streams import as_streams_run
 
 WAITS = ("in place", "first use")
@@ -121,21 +121,27 @@ def timeline(
     sizes = {**getattr(trace, "sizes", {}), **(sizes or {})}
     machine = Machine.of(machine)
     prices = pricing(collectives, machine, costs, sizes)
-    run = _Run(prices, waits == "first use", Contention.of(machine, collectives) or Contention())
-    run.results = {c.id: len(c.shapes) for c in collectives}
-    for step in steps:
-        run.step(step)
-    spans = run.finished()
-    memory = run.memory(held)
+    results = {c.id: len(c.shapes) for c in collectives}
+    contention = Contention.of(machine, collectives)
+    read = Reading(steps, prices, waits == "first use", results, contention)
+    rank = alone(read.units, range(len(steps)), read.waits_first)
+    flights = flight_spans(steps, rank)
+    spans = tuple(dict(sorted((compute_spans(steps, rank) | flights).items())).values())
+    id_of = {u: span.collective or 0 for u, span in flights.items()}
+    pieces = [(u, Span(steps[u].name, "compute", a, b, id_of[u])) for u, a, b in rank.exposed()]
+    exposed = dict.fromkeys(id_of.values(), 0.0)
+    for u, piece in pieces:
+        exposed[id_of[u]] += piece.us
+    memory = _memory(steps, rank, held)
     return Timeline(
         spans=spans,
         step_us=max((s.end_us for s in spans), default=0.0),
         compute_us=sum(s.us for s in spans if s.stream == "compute"),
-        exposed_us=run.exposed,
-        hidden_us={i: run.span_of(i).us - exposed for i, exposed in run.exposed.items()},
-        issued_us=run.issued,
-        waited_us=run.waited,
-        blocked=tuple(run.blocked),
+        exposed_us=exposed,
+        hidden_us={id_of[u]: span.us - exposed[id_of[u]] for u, span in flights.items()},
+        issued_us={id_of[u]: rank.begins[u] for u in flights},
+        waited_us={id_of[u]: us for u, us in rank.waited.items()},
+        blocked=tuple(piece for _, piece in pieces),
         memory=memory,
         peak_bytes=max((nbytes for _, nbytes in memory), default=held),
         steps=steps,
@@ -144,7 +150,7 @@ def timeline(
         rank=getattr(trace, "rank", 0),
         mesh=dict(getattr(trace, "mesh", {})),
         forms={c.id: prices.form(c) for c in collectives},
-        host_waits=tuple(run.host_waits),
+        host_waits=late_spans(steps, rank),
     )
 
 
@@ -235,156 +241,110 @@ def _time(step: Step, given: Any) -> float:
     return us
 
 
-class _Run:
-    """The state of the streams while the steps go by."""
+# -- from steps to units and back ---
 
-    def __init__(self, price: Callable[[Step], float], lazy: bool, contention: Contention) -> None:
-        self.price, self.lazy, self.contention = price, lazy, contention
-        self.flow = Flow(contention.slowdown)
-        self.now = 0.0  # of the compute stream
-        self.host = 0.0  # when the host has issued all so far
-        self.spans: list[Span | int] = []  # a collective until its end is known
-        self.blocked: list[Span] = []
-        self.host_waits: list[Span] = []
-        self.flights: dict[int, int] = {}  # collective -> its number in the flow
-        self.carried: list[tuple[int, Step]] = []  # by that number: the collective and its start
-        self.exposed: dict[int, float] = {}
-        self.issued: dict[int, float] = {}
-        self.waited: dict[int, float] = {}
-        self.flying: dict[str, int] = {}  # step -> collective whose end its result needs
-        self.last: dict[str, int] = {}  # stream -> its last collective
-        self.changes: list[tuple[float, int, int]] = []  # (us, 0 free or 1 allocate, bytes)
-        self.frees: list[tuple[int, int]] = []  # (collective, bytes that are free at its end)
-        self.held: dict[str, int] = {}
+
+class Reading:
+    """Steps as the clock takes them: a unit each, in their order. ``lazy``: waits are put off to
+    where the result is used; ``results`` are how many tensors each collective has a wait for."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        price: Callable[[Step], float],
+        lazy: bool,
+        results: Mapping[int, int],
+        contention: Contention | None,
+    ) -> None:
+        self.lazy, self.results = lazy, results
+        self.flying: dict[str, int] = {}  # step -> the start whose end its result needs
         self.put_off: set[str] = set()  # waits
-        self.results: dict[int, int] = {}  # collective -> how many tensors it has one wait each for
-        self.waits: Counter[int] = Counter()
+        self.waits: dict[int, int] = {}  # start -> how many waits for it may still be put off
+        self.waits_first: dict[int, list[int]] = {}  # starts of such results block compute
+        streams = list(dict.fromkeys(s.stream for s in steps if s.kind == "start"))
+        number = {name: i for i, name in enumerate(streams)}
+        self.units = units = Units(
+            kind=[], us=[], stream=[], flights=[], streams=streams, contention=contention
+        )
+        for step in steps:
+            us = price(step)
+            kind, flights = self.read(step, len(units.us))
+            units.kind.append(kind)
+            units.us.append(0.0 if kind == WAIT else us)
+            units.stream.append(number[step.stream] if kind == START else -1)
+            units.flights.append(flights)
+            if contention is not None:
+                carried = step.collective if kind == START else None
+                units.links.append(0 if carried is None else contention.links.get(carried, 0))
+                units.launches.append(launches(step, us))
 
-    def step(self, step: Step) -> None:
-        us = self.price(step)
-        self.launch(step, us)
-        begin = self.now
+    def read(self, step: Step, u: int) -> tuple[int, list[int]]:
+        """What kind of unit it is, and the starts that it needs."""
+        flights = [self.flying[name] for name in step.inputs if name in self.flying]
         if step.kind == "start" and step.collective is not None:
-            self.block(name for name in step.inputs if name in self.put_off)
-            begin = self.now
-            self.start(step, step.collective, us)
-        elif not (step.kind == "wait" and self.lazy and self.first_wait(step)):
-            self.block(step.inputs)
-            begin = self.now
-            self.now = self.flow.compute(begin, us)
-            if self.now > begin:
-                self.spans.append(Span(step.name, "compute", begin, self.now))
-        if step.out_bytes:
-            self.held[step.name] = step.out_bytes
-            self.changes.append((begin, 1, step.out_bytes))
-        for name in step.last_use_of:
-            if name in self.held:
-                self.free(step, self.held.pop(name))
+            if first := [self.flying[name] for name in step.inputs if name in self.put_off]:
+                self.waits_first[u] = first
+            self.flying[step.name] = u
+            self.waits[u] = self.results.get(step.collective, 1)
+            return START, flights
+        if step.kind == "wait" and self.lazy and self.is_put_off(step, flights):
+            return WAIT, []
+        return COMPUTE, flights
 
-    def launch(self, step: Step, us: float) -> None:
-        """The host issues the step's kernel; the compute stream waits for that if it is late."""
-        if not self.contention.host_us or not launches(step, us):
-            return
-        self.host += self.contention.host_us
-        if self.host > self.now:
-            self.host_waits.append(Span(step.name, "compute", self.now, self.host))
-            self.now = self.host
-
-    def start(self, step: Step, collective: int, us: float) -> None:
-        """Issue: behind the one before on its stream, and after collectives that it needs."""
-        before = [self.flying[name] for name in step.inputs if name in self.flying]
-        if step.stream in self.last:
-            before.append(self.last[step.stream])
-        after = [self.flights[other] for other in before]
-        links = self.contention.links.get(collective, 0)
-        self.flights[collective] = self.flow.issue(self.now, us, after, links)
-        self.carried.append((collective, step))
-        self.spans.append(collective)
-        self.exposed[collective] = 0.0
-        self.issued[collective] = self.now
-        self.flying[step.name] = self.last[step.stream] = collective
-
-    def free(self, step: Step, nbytes: int) -> None:
-        if step.kind == "start" and step.collective is not None:
-            self.frees.append((step.collective, nbytes))
-        else:
-            self.changes.append((self.now, 0, -nbytes))
-
-    def finished(self) -> tuple[Span, ...]:
-        """All spans, once the last flight has ended."""
-        self.flow.drain()
-        spans = [s if isinstance(s, Span) else self.span_of(s) for s in self.spans]
-        self.changes += [(self.span_of(c).end_us, 0, -nbytes) for c, nbytes in self.frees]
-        return tuple(spans)
-
-    def span_of(self, collective: int) -> Span:
-        """Of a flight that has ended."""
-        flight = self.flights[collective]
-        end, step = self.flow.ended[flight], self.carried[flight][1]
-        assert end is not None
-        return Span(step.name, step.stream, self.flow.begun[flight], end, collective)
-
-    def first_wait(self, step: Step) -> bool:
-        """Put a wait off to where its result is used; a second wait for it is such a use. A list
-        has a wait for each result."""
-        started = [name for name in step.inputs if name in self.flying]
-        if len(started) != 1:
+    def is_put_off(self, wait: Step, flights: list[int]) -> bool:
+        """A second wait for a collective is a use of it. A list has a wait for each result."""
+        again = not self.put_off.isdisjoint(wait.inputs)
+        if len(flights) != 1 or (again and self.waits[flights[0]] <= 0):
             return False
-        collective = self.flying[started[0]]
-        if started[0] in self.put_off and self.waits[collective] >= self.results.get(collective, 1):
-            return False
-        self.waits[collective] += 1
-        self.put_off.add(step.name)
-        self.flying[step.name] = collective
+        (start,) = flights
+        self.waits[start] -= 1
+        self.put_off.add(wait.name)
+        self.flying[wait.name] = start
         return True
 
-    def block(self, names: Iterable[str]) -> None:
-        """Compute stands still until the collectives that these steps stand for are done."""
-        for name in names:
-            collective = self.flying.get(name)
-            if collective is None:
-                continue
-            if (until := self.flow.until(self.flights[collective])) > self.now:
-                self.expose(collective, self.now, until)
-                self.now = until
-            self.waited.setdefault(collective, self.now)
 
-    def expose(self, collective: int, begin: float, end: float) -> None:
-        """Charge [begin, end) to the collective, and what it queued for to those before it."""
-        at: int | None = collective
-        pieces: list[Span] = []
-        while at is not None and end > begin:
-            span = self.span_of(at)
-            low = max(begin, span.start_us)
-            if end > low:
-                self.exposed[at] += end - low
-                pieces.append(Span(span.step, "compute", low, end, at))
-                end = low
-            cause = self.flow.cause[self.flights[at]]
-            at = None if cause is None else self.carried[cause][0]
-        self.blocked.extend(reversed(pieces))
-
-    def memory(self, held: int) -> tuple[tuple[float, int], ...]:
-        """Bytes over time: what is freed at a moment is free for what is allocated then."""
-        points: list[tuple[float, int]] = [(0.0, held)]
-        for us, _, nbytes in sorted(self.changes):
-            held += nbytes
-            if points[-1][0] == us:
-                points[-1] = (us, held)
-            else:
-                points.append((us, held))
-        return tuple(points)
+def compute_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
+    """Of the steps that take time on the compute stream, by position."""
+    times = enumerate(zip(steps, rank.begins, rank.ends, rank.units.kind, strict=True))
+    return {
+        u: Span(step.name, "compute", begin, end)
+        for u, (step, begin, end, kind) in times
+        if kind != START and end > begin
+    }
 
 
-def what_hides(line: Timeline, collective: int, most: int = 5) -> list[tuple[str, float]]:
-    """(step, us) of the compute that runs while a collective does, the longest first."""
-    span = next(s for s in line.spans if s.collective == collective)
-    shared = [
-        (s.step, min(s.end_us, span.end_us) - max(s.start_us, span.start_us))
-        for s in line.spans
-        if s.stream == "compute" and s.start_us < span.end_us and s.end_us > span.start_us
-    ]
-    return sorted(shared, key=lambda x: -x[1])[:most]
+def flight_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
+    """Of the collectives, by the position of their start."""
+    return {
+        u: Span(steps[u].name, steps[u].stream, *rank.flight(u), steps[u].collective)
+        for u in rank.tasks
+    }
+
+
+def late_spans(steps: Sequence[Step], rank: Rank) -> tuple[Span, ...]:
+    """When compute waited for the host."""
+    return tuple(Span(steps[u].name, "compute", a, b) for u, a, b in rank.late)
+
+
+def _memory(steps: Sequence[Step], rank: Rank, held: int) -> tuple[tuple[float, int], ...]:
+    """Bytes over time: what is freed at a moment is free for what is allocated then. What only a
+    collective uses is free when that ends."""
+    changes: list[tuple[float, int, int]] = []  # (us, 0 free or 1 allocate, bytes)
+    sizes: dict[str, int] = {}
+    for u, step in enumerate(steps):
+        if step.out_bytes:
+            sizes[step.name] = step.out_bytes
+            changes.append((rank.begins[u], 1, step.out_bytes))
+        freed = [sizes.pop(name) for name in step.last_use_of if name in sizes]
+        changes += [(rank.ends[u], 0, -nbytes) for nbytes in freed]
+    points: list[tuple[float, int]] = [(0.0, held)]
+    for us, _, nbytes in sorted(changes):
+        held += nbytes
+        if points[-1][0] == us:
+            points[-1] = (us, held)
+        else:
+            points.append((us, held))
+    return tuple(points)
 
 
 def busy_us(spans: Iterable[Span]) -> dict[str, float]:

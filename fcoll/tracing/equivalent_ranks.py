@@ -10,7 +10,7 @@ trace, each on groups of its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -81,6 +81,32 @@ class Alike:
             lists = [v for v in call.args.values() if isinstance(v, (list, tuple))]
             if any(len(set(map(str, v))) > 1 for v in lists) and call.group in self.axes:
                 self.ask(self.index(call.group))
+
+
+def told_apart(colours: Values, axes: Mapping[str, int]) -> Values:
+    """A colour of every rank, finer until all ranks of a colour meet the same colours, place by
+    place, along each axis: what holds of one of them then holds of all.
+
+    >>> len({*told_apart(numpy.array([0, 0, 0, 1]), {"dp": 2, "tp": 2})})  # by whom they meet
+    4
+    """
+    shape = tuple(axes.values())
+    while True:
+        keys = [colours]
+        for i, n in enumerate(shape):
+            along = numpy.moveaxis(colours.reshape(shape), i, -1)
+            rows = numpy.unique(along.reshape(-1, n), axis=0, return_inverse=True)[1].reshape(-1)
+            whole = numpy.repeat(rows, n).reshape(along.shape)
+            keys.append(numpy.moveaxis(whole, -1, i).reshape(-1))
+        finer = together(keys)
+        if finer.max() == colours.max():
+            return colours
+        colours = finer
+
+
+def together(keys: Sequence[Values]) -> Values:
+    """One colour for each set of values that ranks have."""
+    return numpy.unique(numpy.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 class Number:

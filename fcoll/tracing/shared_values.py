@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fcoll.graph import _torch
-from fcoll.graph.memory import Memory
+from fcoll.graph.aliasing import Memory
 from fcoll.graph.nodes import arguments, is_wait, row_of_node
 
 SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import BadOption, DataDependent, UntraceableDDP, ran
 from fcoll.graph.issued import Issued, collectives_of, why_none
-from fcoll.graph.sizes import born_at, by_symbol, from_text, to_text
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
+from fcoll.graph.symbolic_sizes import born_at, by_symbol, from_text, to_text
 from fcoll.source import Site, is_library, line_of
 from fcoll.tracing import _torch, ddp
 from fcoll.tracing.compiled import compiled

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 import fcoll
 from fcoll import symm_mem
 from fcoll.graph.nodes import collectives
-from fcoll.graph.verify import verify
+from fcoll.graph.soundness import verify
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
 from inductor_ext._torch import CustomGraphPass, is_group_name, symmetric_groups

@@ -21,10 +21,10 @@ from fcoll.graph.issued import Issued
 from fcoll.graph.nodes import collectives, waits_of
 from fcoll.graph.steps import Step
 from fcoll.scheduling.apply import apply_in_place
-from fcoll.scheduling.plan import Plan
 from fcoll.scheduling.planner import schedule as plan_of
-from fcoll.scheduling.registry import scheduler_of
 from fcoll.scheduling.runtime import Runtime
+from fcoll.scheduling.scheduler_registry import scheduler_of
+from fcoll.scheduling.verified_plan import Plan
 from inductor_ext._torch import is_view
 from inductor_ext.choice import Choice, calls_of, choice_of, set_choice
 from inductor_ext.config import config

@@ -137,7 +137,7 @@ def test_profiles(program):
 
 
 def test_sizes_are_given_by_either_line():
-    from fcoll.graph.sizes import by_symbol
+    from fcoll.graph.symbolic_sizes import by_symbol
 
     lines = {"u0": "src/train.py:9 > somelib/moe.py:31", "u1": "train.py:10"}
     assert by_symbol({"moe.py:31": 64, "train.py:10": 8}, lines) == {"u0": 64, "u1": 8}

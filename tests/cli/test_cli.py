@@ -17,7 +17,7 @@ from fcoll.cli.commands import COMMANDS, FAILED, FINE, FOUND
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.errors import BadTarget, UnusedAxis
-from fcoll.profiling import calibrate
+from fcoll.profiling import calibration
 
 PROGRAM = """
 import torch
@@ -249,7 +249,7 @@ def test_calibrate_measures_this_machine(fcoll_, project):
     machine = Machine.preset("local")
     assert json.loads(out)["path"] == str(project / "machines" / "local.toml")
     assert machine.measured_ranks == 2 and machine.memory_gb_per_s > 0
-    assert set(machine.measured) == set(calibrate.CALLS)
+    assert set(machine.measured) == set(calibration.CALLS)
     for op, points in machine.measured.items():
         sizes = [size for size, _ in points]
         assert sizes == sorted(set(sizes)) and len(sizes) >= 2

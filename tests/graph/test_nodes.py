@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fcoll
 from fcoll.errors import NeverWaited
 from fcoll.graph.nodes import arguments, collectives, is_used, is_wait, start_of, waits_of
-from fcoll.graph.verify import verify
+from fcoll.graph.soundness import verify
 
 
 def traced(fn, *args) -> torch.fx.Graph:

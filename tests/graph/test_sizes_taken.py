@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fcoll
-from fcoll.graph.sizes import Hints
+from fcoll.graph.symbolic_sizes import Hints
 
 
 def test_a_split_by_counts_that_only_a_run_knows_has_equal_parts():

@@ -24,7 +24,7 @@ import inductor_ext
 from fcoll import symm_mem
 from fcoll.eager.ops import op_of
 from fcoll.graph.nodes import arguments, collectives, is_wait
-from fcoll.graph.verify import verify
+from fcoll.graph.soundness import verify
 from fcoll.table.collectives import COLLECTIVES, row_of
 from fcoll.transport import shared_memory
 from inductor_ext import hooks

@@ -23,7 +23,7 @@ import inductor_ext
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadOption, PlanMismatch, UnknownMachine, UnknownScheduler
 from fcoll.graph.nodes import is_start, is_wait
-from fcoll.scheduling.registry import SCHEDULERS
+from fcoll.scheduling.scheduler_registry import SCHEDULERS
 from fcoll.transport import shared_memory
 from inductor_ext import graph_prices
 from inductor_ext.choice import choice_of

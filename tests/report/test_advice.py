@@ -13,7 +13,7 @@ from fcoll.costs.machine import Link, Machine
 from fcoll.costs.model import collective_us
 from fcoll.report import changes
 from fcoll.report.advice import Advice, _program, advice
-from fcoll.scheduling import verify
+from fcoll.scheduling import verify_order
 from fcoll.scheduling.timeline import timeline
 
 MACHINE = Machine(
@@ -85,7 +85,7 @@ def test_prefetch_moves_no_start_past_what_it_needs():
     for just_in_time in (True, False):
         made = changes.prefetched(program, program.collectives, just_in_time)
         assert made is not None and made.steps != program.steps
-        verify.check_steps(program.steps, made.steps, pytest.fail)
+        verify_order.check_steps(program.steps, made.steps, pytest.fail)
 
 
 def test_no_advice_to_start_what_is_not_there_yet():

@@ -12,7 +12,7 @@ from golden import check_golden
 import fcoll
 from fcoll.costs.machine import Link, Machine
 from fcoll.errors import BadMesh, BadOption, CollectiveMismatch
-from fcoll.report import lanes, world
+from fcoll.report import all_ranks, lanes
 
 FORWARD_US, BACKWARD_US = 10.0, 20.0
 
@@ -190,7 +190,7 @@ def test_running_one_of_those_that_are_alike_is_as_good_as_running_all(mesh, slo
     axes = mesh
     few = fcoll.timeline(build, mesh, costs=collective_us, slow=slow, mode="forward")
     assert len(few.ranks_traced) == 5
-    monkeypatch.setattr(world, "representatives", lambda *args: None)
+    monkeypatch.setattr(all_ranks, "representatives", lambda *args: None)
     every = fcoll.timeline(build, mesh, costs=collective_us, slow=slow, mode="forward")
     for rank, line in every.ranks.items():
         assert few.ranks[rank].end_us == line.end_us, rank

@@ -14,7 +14,8 @@ from timelines import H100, compute, issued, start, wait
 import fcoll
 from fcoll import errors
 from fcoll.scheduling.bounds import lower_bound_us, times
-from fcoll.scheduling.contention import Contention, Flow
+from fcoll.scheduling.clock import COMPUTE, START, Units, alone
+from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.problem import problem_of
 from fcoll.scheduling.timeline import timeline
 
@@ -106,12 +107,17 @@ def test_a_kernel_is_issued_once():
 
 
 def test_flights_that_end_at_once():
-    flow = Flow()
-    first, second = flow.issue(0, 5, (), 1), flow.issue(0, 5, (), 1)
-    third = flow.issue(0, 1, (first, second), 1)
-    assert flow.until(third) == 11 and flow.ended == [10, 10, 11]
-    assert flow.cause == [None, None, first]
-    assert flow.issue(20, 0, (third,), 1) == 3 and flow.drain() == 20
+    """Two on one link, a third after both, and one of no time at 20 that comes after that."""
+    units = Units(
+        kind=[START, START, START, COMPUTE, START], us=[5, 5, 1, 9, 0], stream=[0, 1, 2, -1, 3],
+        flights=[[], [], [0, 1], [2], [2]], streams=list("abcd"),
+        contention=Contention(links={0: 1}), links=[1, 1, 1, 0, 1], launches=[0] * 5,
+    )  # fmt: skip
+    rank = alone(units, range(5))
+    assert rank.ends == [10, 10, 11, 20, 20] and rank.blocked == [(2, 0, 11)]
+    (first,), (second,), (third,), (last,) = rank.tasks.values()
+    assert [first.cause, second.cause, third.cause, last.cause] == [None, None, first, None]
+    assert list(rank.exposed()) == [(0, 0, 10), (2, 10, 11)]
 
 
 def test_machines_without_the_fields_are_as_they_were():

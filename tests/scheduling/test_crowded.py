@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from timelines import compute, start, wait
 
+from fcoll.scheduling.clock import Meeting
 from fcoll.scheduling.contention import Contention
-from fcoll.scheduling.crowded import CrowdedWorld, run_world
-from fcoll.scheduling.world import Meeting, RankProgram, World
+from fcoll.scheduling.rank_lines import RankProgram, run_world
 
 US = {"early": 4.0, "work": 10.0, "a": 10.0, "b": 10.0}
 
@@ -65,5 +65,11 @@ def test_the_same_as_without_where_nothing_slows_down(lazy, host_us):
     waits = wait("w", 0, "a")
     steps = [compute("early"), start("a", 0, "early"), compute("work"), waits, compute("end", "w")]
     made = {r: program(steps[r:], {"a": (0, 1)}, host_us=host_us) for r in (0, 1)}
-    plain, crowded = World(made, lazy).run(), CrowdedWorld(made, lazy).run()
-    assert plain == crowded
+    plain = run_world(made, lazy)
+    fast = {r: program(steps[r:], {"a": (0, 1)}, host_us=host_us, links={0: 1}) for r in (0, 1)}
+    assert run_world(fast, lazy) == plain, "alone on its link"
+    # By hand: rank 1 issues a as it begins, rank 0 when its first 4 us are over.
+    late = 4.0 + host_us
+    assert {
+        (s.start_us, s.end_us) for line in plain.values() for s in line.spans if s.step == "a"
+    } == {(late, late + 10.0)}

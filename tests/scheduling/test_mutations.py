@@ -13,7 +13,7 @@ from test_splits import SLOW
 import fcoll
 from fcoll.errors import BadPlan
 from fcoll.graph.nodes import is_start, is_wait
-from fcoll.scheduling.plan import verify_plan
+from fcoll.scheduling.verified_plan import verify_plan
 
 aten = torch.ops.aten
 MUTATIONS = {}

@@ -14,7 +14,7 @@ import fcoll
 from fcoll.errors import BadPlan, BadPlanFile
 from fcoll.graph.issued import collectives_of
 from fcoll.graph.steps import steps_of
-from fcoll.scheduling.plan import verify_plan
+from fcoll.scheduling.verified_plan import verify_plan
 
 SCHEDULERS = (
     "original",

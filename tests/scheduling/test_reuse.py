@@ -13,8 +13,8 @@ import fcoll
 from fcoll.costs.machine import Link, Machine
 from fcoll.errors import BadPlan
 from fcoll.graph.nodes import is_start
-from fcoll.scheduling.plan import verify_plan
 from fcoll.scheduling.reuse import Reuse, repeated, without
+from fcoll.scheduling.verified_plan import verify_plan
 
 N = 4
 #: Slow links: what is not sent is time saved.
@@ -128,7 +128,7 @@ def test_saved_and_loaded(group, tmp_path):
     graph = rows.graph_of(forward_and_backward, N, group)
     plan = fcoll.schedule(graph, SLOW, memory_cap=None)
     plan.save(tmp_path / "plan.json")
-    again = fcoll.scheduling.plan.Plan.load(tmp_path / "plan.json", graph)
+    again = fcoll.scheduling.verified_plan.Plan.load(tmp_path / "plan.json", graph)
     assert again.reuses == plan.reuses and again.digest == plan.digest
     assert same(values(again.apply(), graph), values(graph, graph))
 

@@ -11,7 +11,7 @@ from random_steps import Writer, programs
 import fcoll
 from fcoll.errors import BadOption, BadPlan, MemoryCapTooSmall, NoGraph, UnknownScheduler
 from fcoll.scheduling.listing import RangeMax
-from fcoll.scheduling.registry import SCHEDULERS
+from fcoll.scheduling.scheduler_registry import SCHEDULERS
 
 CHECKS = settings(  # no shrinking: it takes minutes, and these programs are small
     phases=[Phase.generate],

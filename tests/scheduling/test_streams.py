@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fcoll
-from fcoll.report.world import timeline as all_ranks
+from fcoll.report.all_ranks import timeline as all_ranks
 from fcoll.scheduling.streams import as_streams_run
 from fcoll.scheduling.timeline import timeline
 

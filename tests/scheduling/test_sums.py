@@ -11,9 +11,9 @@ from test_splits import SLOW, same_values, starts_of
 
 import fcoll
 from fcoll.errors import BadPlan
-from fcoll.scheduling import changes
-from fcoll.scheduling.plan import Plan
+from fcoll.scheduling import graph_changes
 from fcoll.scheduling.splits import grown, split_graph
+from fcoll.scheduling.verified_plan import Plan
 from fcoll.scheduling.verify_changes import check_changes
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def test_the_same_values(n, k):
 
 def test_only_where_sums_are_asked_for(tmp_path, monkeypatch):
     # Without sums these splits are at least as fast: have them proposed with sums only.
-    monkeypatch.setattr(changes, "_with_and_without_sums", list)
+    monkeypatch.setattr(graph_changes, "_with_and_without_sums", list)
     with fcoll.fake_world(tp=4) as mesh:
         graph = rows.graph_of(rows.rows_parallel, 4, mesh.get_group("tp").group_name)
         for splits in (None, True):

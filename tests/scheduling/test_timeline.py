@@ -14,7 +14,7 @@ from timelines import compute, run, start, wait
 from fcoll import errors
 from fcoll.costs.model import collective_us
 from fcoll.report.scale import sizes_from
-from fcoll.scheduling.timeline import timeline, what_hides
+from fcoll.scheduling.timeline import timeline
 
 
 def spans(line) -> dict[str, tuple[float, float]]:
@@ -101,12 +101,6 @@ def test_memory_by_hand():
         (0.0, 100), (10, 350), (30, 410), (35, 260), (50, 60), (60, 0),
     )  # fmt: skip
     assert line.peak_bytes == 410
-
-
-def test_what_hides_a_collective():
-    line = timelines.overlapped()
-    assert what_hides(line, 0) == [("b", 15)]
-    assert what_hides(line, 2) == [("c", 1)]
 
 
 def test_costs_may_be_a_table_or_a_function_that_knows_little():

@@ -25,7 +25,7 @@ from fcoll import groups
 from fcoll.cli import demos
 from fcoll.errors import BadOption, UnknownCollective
 from fcoll.graph import _torch
-from fcoll.graph.sizes import from_text, to_text
+from fcoll.graph.symbolic_sizes import from_text, to_text
 from fcoll.table.collectives import COLLECTIVES
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -9,8 +9,8 @@ from fcoll.graph.steps import Step
 from fcoll.units import show_bytes
 
 if TYPE_CHECKING:
-    from fcoll.scheduling.plan import Plan
     from fcoll.scheduling.splits import Split
+    from fcoll.scheduling.verified_plan import Plan
 
 
 def explain(plan: Plan, name: str) -> str:

@@ -14,13 +14,13 @@ from torch.fx import GraphModule
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, BadPlanFile, NoGraph
-from fcoll.graph.agreement import calls_by_group, compare
+from fcoll.graph.call_agreement import calls_by_group, compare
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
 from fcoll.groups import GroupLike, by_name, resolve
-from fcoll.scheduling import apply, verify
+from fcoll.scheduling import apply, verify_order
 from fcoll.scheduling.buckets import Bucket, made_again
-from fcoll.scheduling.explain import explain
+from fcoll.scheduling.explanation import explain
 from fcoll.scheduling.reuse import Reuse, without
 from fcoll.scheduling.splits import Split, split_graph
 from fcoll.scheduling.streams import freed_in_order as freed_in_order
@@ -168,10 +168,10 @@ def verify_plan(plan: Plan) -> None:
         raise BadPlan(scheduler=plan.scheduler, why=why)
 
     cap = float("inf") if plan.cap_bytes is None else plan.cap_bytes
-    verify.check_steps(plan.original_steps, plan.steps, fail)
-    verify.check_memory(plan.steps, plan.held_bytes, plan.peak_bytes, cap, fail)
+    verify_order.check_steps(plan.original_steps, plan.steps, fail)
+    verify_order.check_memory(plan.steps, plan.held_bytes, plan.peak_bytes, cap, fail)
     if plan.graph_module is not None:
-        verify.check_nodes(plan.graph_module, plan.order, fail)
+        verify_order.check_nodes(plan.graph_module, plan.order, fail)
     if plan.graph_module is not None and plan.source is not None:
         source = plan.source
         if plan.reuses:

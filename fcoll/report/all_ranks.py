@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadMesh, BadOption
@@ -16,12 +18,12 @@ from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
 from fcoll.report import lanes
 from fcoll.report.places import is_whole, place_of, rank_at, varying
-from fcoll.report.symmetry import representatives
+from fcoll.scheduling.clock import Meeting
 from fcoll.scheduling.contention import Contention
-from fcoll.scheduling.crowded import run_world
+from fcoll.scheduling.rank_lines import RankLine, RankProgram, run_world
 from fcoll.scheduling.streams import as_streams_run
 from fcoll.scheduling.timeline import WAITS, Costs, pricing
-from fcoll.scheduling.world import Meeting, RankLine, RankProgram
+from fcoll.tracing.equivalent_ranks import Alike, together, told_apart
 from fcoll.tracing.peers import Board
 from fcoll.tracing.trace import Mode
 from fcoll.tracing.workers import Tracer
@@ -149,6 +151,33 @@ def _run_for(
     return found if found is not None and as_taken else itself
 
 
+def representatives(
+    axes: Mapping[str, int], calls: Iterable[Issued], slow: Mapping[int, float]
+) -> dict[int, int] | None:
+    """Of each rank the first that takes exactly the same time: it is as fast and meets the same
+    ranks. None if that cannot be said: a group has a part of an axis. Along an axis with messages
+    all differ.
+
+    >>> representatives({"dp": 4, "tp": 2}, (), slow={5: 1.5})  # at dp=2, tp=1
+    {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 5, 6: 0, 7: 1}
+    """
+    spans: dict[tuple[int, ...], list[str]] = {}
+    with_messages: set[str] = set()
+    for call in calls:
+        if call.ranks not in spans:
+            spans[call.ranks] = varying(call.ranks, axes)
+        if call.row.is_p2p:
+            with_messages.update(spans[call.ranks])
+    if not all(is_whole(ranks, along, axes) for ranks, along in spans.items()):
+        return None
+    world = Alike(axes, 0)
+    speed = numpy.array([slow.get(rank, 1.0) for rank in range(world.size)])
+    known = together([speed, *(world.index(axis) for axis in sorted(with_messages))])
+    colours = told_apart(known, axes)
+    _, first, which = numpy.unique(colours, return_index=True, return_inverse=True)
+    return dict(enumerate(first[which].tolist()))
+
+
 # -- which ranks are traced ---
 
 
@@ -266,6 +295,7 @@ class _Model:
         price = pricing(traced.collectives, machine, costs, traced.sizes)
         self.us = {step.name: price(step) for step in traced.steps}
         self.phases = {step.name: step.phase for step in traced.steps}
+        self.results = {c.id: len(c.shapes) for c in traced.collectives}
 
     def on(self, rank: int, slow: float) -> RankProgram:
         us = self.us
@@ -274,7 +304,7 @@ class _Model:
             return us[step.name] * slow if step.kind == "compute" else us[step.name]
 
         meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
-        return RankProgram(self.traced.steps, meetings, price, self.contention)
+        return RankProgram(self.traced.steps, meetings, price, self.contention, self.results)
 
     def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
         group = self.groups.of(call.ranks, call.instance, rank)
