@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.reductions import PREMUL_SUM, REDUCTIONS, fold, scaled
+from fcoll import reductions
+from fcoll.reductions import PREMUL_SUM, REDUCTIONS
+from fcoll.simulation.baton import this_rank
 
 
 class Misfit(Exception):
@@ -53,10 +55,12 @@ def _reduced(parts: Sequence[Part], tensors: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     shape = tensors[0].shape
     each = [x.detach() if x.shape == shape else x.detach().reshape(shape) for x in tensors]
+    me = this_rank()
+    by = reductions if me is None else me.session.arithmetic
     if first.reduce_op == PREMUL_SUM:
-        each = [scaled("all_reduce", x, p.factor) for p, x in zip(parts, each, strict=True)]
-        return fold(REDUCTIONS["sum"], each)
-    return fold(REDUCTIONS[first.reduce_op], each)
+        each = [by.scaled("all_reduce", x, p.factor) for p, x in zip(parts, each, strict=True)]
+        return by.fold(REDUCTIONS["sum"], each)
+    return by.fold(REDUCTIONS[first.reduce_op], each)
 
 
 def all_reduce(parts: list[Part]) -> None:
