@@ -36,7 +36,9 @@ class Held:
     def by(*roots: Any) -> Held:
         held = Held(reachable(*roots))
         names = dict(_names_in_modules(held.found))
-        for key, (x, name) in held.found.tensors.items():
+        tensors = held.found.tensors
+        for key in sorted(tensors, key=lambda key: key not in names):  # modules' own first
+            x, name = tensors[key]
             is_parameter = isinstance(x, torch.nn.Parameter) or (x.requires_grad and x.is_leaf)
             into = held.parameters if is_parameter else held.others
             into[_unused(_plain_name(names.get(key, name)), into)] = x
@@ -114,7 +116,8 @@ class Mesh:
 
 def locate(whole: dict[str, Part], ranks: Sequence[dict[str, Part]], mesh: Mesh) -> Layout:
     """The index of every part on every rank."""
-    layout = Layout(mesh, [{} for _ in ranks])
+    sizes = {name: part.values.numel() for name, part in whole.items()}
+    layout = Layout(mesh, sizes, [{} for _ in ranks])
     votes: Counter[str] = Counter()
     unclear = []
     for name in dict.fromkeys(name for parts in ranks for name in parts):
@@ -139,20 +142,21 @@ class Layout:
     """``index[rank][name]``: the elements of the whole parameter that the rank has."""
 
     mesh: Mesh
+    sizes: dict[str, int]  # of the whole parameters
     index: list[dict[str, Tensor]]
 
 
 def _index(full: Tensor, part: Part) -> Tensor | None:
-    if part.index is not None:
-        return part.index
     values = part.values
+    if part.index is not None and torch.equal(full.flatten()[part.index], values):
+        return part.index
     if values.shape == full.shape and torch.equal(values, full):
         return torch.arange(full.numel()).view(full.shape)
     ordered, order = full.flatten().sort()
     if full.numel() > 1 and bool((ordered[1:] == ordered[:-1]).any()):
-        return None  # not distinct: ones, zeros
+        return part.index  # not distinct: ones, zeros
     place = torch.searchsorted(ordered, values.contiguous()).clamp(max=full.numel() - 1)
-    return order[place] if torch.equal(ordered[place], values) else None
+    return order[place] if torch.equal(ordered[place], values) else part.index
 
 
 def _axes_of(found: Sequence[Tensor | None], full: Tensor, mesh: Mesh) -> Iterator[str]:

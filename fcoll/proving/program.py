@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fcoll import reductions
 from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Held, Layout, Mesh, Part
 from fcoll.proving.mode import Exact, Refused, Wide
+from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
 from fcoll.source import line_of, user_line
@@ -51,72 +53,73 @@ class Program:
     def __init__(self, build: Build, mesh: Mesh, allow: frozenset[str], label: str) -> None:
         self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
         self.state = torch.get_rng_state()
-
-    def survey(self) -> list[Survey]:
-        def look(rank: int) -> Survey:
-            held = Held.by(*self._built())
-            named = held.parameters.items()
-            buffers = {id(x) for m in held.found.modules for x in m.buffers()}
-            data = {k: x for k, x in held.others.items() if id(x) not in buffers}
-            return Survey(
-                {k: Part.of(x) for k, x in named}, {k: Part.of(x) for k, x in data.items()}
-            )
-
-        return self._simulated(look, None)
+        self.surveys: list[Survey] = []
 
     def run(
-        self, algebra: Algebra, sizes: dict[str, int], layout: Layout | None = None
-    ) -> list[Observed]:
-        """Parameters get the algebra's values by name: all, or those at a layout's indices."""
-        lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        self, algebras: Sequence[Algebra], locate: Callable[[list[Survey]], Layout]
+    ) -> list[list[Observed]]:
+        """What each rank gave and did, in each algebra. Parameters get the algebra's values by
+        name, those at the layout's indices. All in one simulation: torch's caches of DTensor are a
+        thread's own, and cost a second to fill."""
+        surveys: dict[int, Survey] = {}
+        lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         ran_backward: set[int] = set()
 
         def note(is_derivative: bool) -> None:
             if (me := this_rank()) is not None and not is_derivative:
                 ran_backward.add(me.number)
 
-        def one(rank: int) -> Observed:
-            fn, args = self._built()
+        def one(rank: int) -> list[Observed]:
+            shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
+            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+            surveys[rank] = _survey(Held.by(*self._built(mesh)))
+            dist.barrier()
+            self.surveys = [surveys[r] for r in range(self.mesh.size)]
+            layout = locate(self.surveys)
+            return [trial(rank, mesh, layout, algebra) for algebra in algebras]
+
+        def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra) -> Observed:
+            fn, args = self._built(mesh)
             held = Held.by(fn, args)
             mode = Exact(algebra, rank, self.allow, self.label)
-            index = None if layout is None else layout.index[rank]
             with _torch.raw():
-                _fill(held, algebra, sizes, index, mode)
+                _fill(held, algebra, layout, rank, mode)
+                dist.barrier()  # what ranks share is lifted when all have built, once
                 _lift(held, algebra, lifted)
             observed = Observed(lines=mode.lines)
+            ran_backward.discard(rank)
             with _watched(held, observed), active(mode):
                 out = fn(*args)
                 if rank not in ran_backward:
                     backward_of(out)
                 _collect(held, out, observed)
+            dist.barrier()
+            with _torch.raw():
+                _restore(algebra, lifted)
+            dist.barrier()
             return observed
 
-        try:
-            with around_backward(note):
-                return self._simulated(one, algebra)
-        finally:
-            for storage, before in lifted.values():
-                storage.copy_(before)
+        with around_backward(note):
+            by_rank = self._simulated(one)
+        return [list(observed) for observed in zip(*by_rank, strict=True)]
 
-    def _built(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
+    def _built(self, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.set_rng_state(self.state)
         with Wide():
-            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
             fn, args = self.build(mesh)
         return fn, tuple(args)
 
-    def _simulated(self, fn: Callable[[int], Any], algebra: Algebra | None) -> list[Any]:
+    def _simulated(self, fn: Callable[[int], Any]) -> list[Any]:
         before = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.set_rng_state(self.state)
             torch.set_default_dtype(torch.float64)
             stack.callback(torch.set_default_dtype, before)
             # the fused kernels of attention compute with floats of their own
             stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             stack.enter_context(_no_escapes())
             try:
-                return simulate_ranks(fn, self.mesh.size, arithmetic=algebra)
+                return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
             except RankFailed as error:
                 raise self._meant(error) from error
 
@@ -132,26 +135,43 @@ class Program:
         return Refused(f"{self.label} raised {text}{where}, on rank {error.rank}")
 
 
+class Folding:
+    """What reductions of simulated ranks are made by: the algebra of the step that runs."""
+
+    def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
+        return (_algebra() or reductions).fold(row, parts)
+
+    def scaled(self, op: str, x: Tensor, factor: float) -> Tensor:
+        return (_algebra() or reductions).scaled(op, x, factor)
+
+
+def _algebra() -> Any:
+    mode = getattr(_thread, "mode", None)
+    return None if mode is None else mode.algebra
+
+
 # -- before the step ---
 
 
-def _fill(
-    held: Held,
-    algebra: Algebra,
-    sizes: dict[str, int],
-    index: dict[str, Tensor] | None,
-    mode: Exact,
-) -> None:
+def _survey(held: Held) -> Survey:
+    buffers = {id(x) for m in held.found.modules for x in m.buffers()}
+    data = {k: x for k, x in held.others.items() if id(x) not in buffers}
+    return Survey(
+        {k: Part.of(x) for k, x in held.parameters.items()},
+        {k: Part.of(x) for k, x in data.items()},
+    )
+
+
+def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: Exact) -> None:
     for name, x in held.parameters.items():
         local = _torch.local_of(x).detach()
         if local.dtype != torch.float64:
             raise Refused(f"{name} is of {local.dtype}: make it in build(), not outside")
-        values = algebra.draw(name, sizes[name])
-        local.copy_(values.view(x.shape) if index is None else values[index[name]])
+        local.copy_(algebra.draw(name, layout.sizes[name])[layout.index[rank][name]])
         mode.parameters[local.data_ptr()] = name
 
 
-def _lift(held: Held, algebra: Algebra, lifted: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _lift(held: Held, algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]) -> None:
     """All other floats, once a storage: tensors may share one, also those of several ranks."""
     filled = {_storage(_torch.local_of(x)) for x in held.parameters.values()}
     for x in held.others.values():
@@ -159,11 +179,18 @@ def _lift(held: Held, algebra: Algebra, lifted: dict[int, tuple[Tensor, Tensor]]
         if local.dtype != torch.float64 or local.is_meta:
             continue  # others are lifted where they are used
         key = _storage(local)
-        if key in filled or key in lifted or not key:
+        if key in filled or (id(algebra), key) in lifted or not key:
             continue
         storage = torch.empty(0, dtype=torch.float64).set_(local.untyped_storage())
-        lifted[key] = storage, storage.clone()
+        lifted[id(algebra), key] = storage, storage.clone()
         storage.copy_(algebra.lift(storage.clone()))
+
+
+def _restore(algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]) -> None:
+    """What was made outside of build keeps its numbers."""
+    for key in [k for k in lifted if k[0] == id(algebra)]:
+        storage, before = lifted.pop(key)
+        storage.copy_(before)
 
 
 def _storage(x: Tensor) -> int:

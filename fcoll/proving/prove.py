@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fcoll.checking.values import check_size
 from fcoll.errors import BadMesh, BadOption
 from fcoll.proving.algebra import Algebra, Unlucky
@@ -15,9 +17,9 @@ from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import diagnose
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.mode import Refused
-from fcoll.proving.program import Build, Observed, Program
+from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring, primes
-from fcoll.proving.verdict import Verdict
+from fcoll.proving.verdict import Difference, Verdict
 
 ATTEMPTS = 4  # at a trial whose random values make a divisor zero
 ALLOWED = frozenset(("rng",))
@@ -85,31 +87,26 @@ class _Proof:
     compared: dict[str, int] = field(default_factory=dict)
     uninterpreted: set[str] = field(default_factory=set)
     done: int = 0
+    degree: float = 0.0  # of a compared difference and of an argument to be told from others
+    layout: Layout | None = None
+    data: tuple[str, ...] = ()
 
     def verdict(self, trials: int) -> Verdict:
-        whole = self.alone.survey()[0].parameters
-        ranks = self.parallel.survey()
-        mesh = self.parallel.mesh
-        layout = locate(whole, [r.parameters for r in ranks], mesh)
-        self.sizes = {name: part.values.numel() for name, part in whole.items()}
-        self.data = data_axes([r.data for r in ranks], mesh)
-        self._check_whole(layout)
-        self.tell(0, trials + 1)
-        degree = self._degree(layout)
+        ring, *_ = self._run(1, degrees=None)
+        if ring.wrong:
+            return self._verdict(False, 0.0, ring.differences())
+        degrees = Degrees()
+        rest = self._run(trials - 1, degrees)
+        for other in rest:
+            if other.wrong:
+                return self._verdict(False, 0.0, other.differences())
         bound = 1.0
-        for trial in range(trials):
-            self.tell(trial + 1, trials + 1)
-            ring, one, many = self._trial(layout)
-            if wrong := self._differences(ring, one, many, layout):
-                lines = {**one.lines, **{k: v for o in many for k, v in o.lines.items()}}
-                differences = diagnose(ring, wrong, lines, mesh)
-                return self._verdict(False, 0.0, differences)
-            self.done += 1
-            bound *= min(1.0, degree / ring.p)
+        for trial in (ring, *rest):
+            bound *= min(1.0, self.degree / trial.ring.p)
         if not any(self.compared.values()):
             raise Refused("there is nothing to compare: the step returns no loss and has no module")
         if bound >= 1.0:
-            why = f"its degree, up to {degree:.0f}, is more than the primes of the arithmetic"
+            why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
 
@@ -117,43 +114,44 @@ class _Proof:
         names = tuple(sorted(self.uninterpreted))
         return Verdict(equal, bound, self.done, self.compared, differences, names)
 
-    def _check_whole(self, layout: Layout) -> None:
-        """Elements that no rank has cannot be compared."""
-        for name, size in self.sizes.items():
-            held = {int(i) for index in layout.index if name in index for i in index[name].flatten()}
-            if len(held) < size:
-                missing = size - len(held)
-                raise Refused(f"{missing} of {size} elements of {name} are on no rank")
-
-    def _degree(self, layout: Layout) -> float:
-        """The highest degree of a compared difference, and of an argument that must be told from
-        others: the chance to miss a difference is that over p."""
-        degrees = Degrees()
-        found = []
-        for program, where in ((self.alone, None), (self.parallel, layout)):
-            observed = program.run(degrees, self.sizes, where)
-            values = (
-                x
-                for o in observed
-                for named in (o.outputs, *o.gradients, o.parameters)
-                for x in named.values()
-            )
-            found.append(max(map(degree_of, values), default=0.0))
-        return sum(found) + degrees.deepest
-
-    def _trial(self, layout: Layout) -> tuple[Ring, Observed, list[Observed]]:
+    def _run(self, trials: int, degrees: Degrees | None) -> list[_Trial]:
+        """So many trials, with new primes and values; again if they make a divisor zero."""
         for attempt in range(ATTEMPTS):
-            ring = Ring(self.random.choice(primes()), self.random.getrandbits(62))
+            drawn = ((self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials))
+            rings = [Ring(p, seed) for p, seed in drawn]
+            algebras: list[Algebra] = [*rings, *([] if degrees is None else [degrees])]
             try:
-                one = self.alone.run(ring, self.sizes)[0]
-                many = self.parallel.run(ring, self.sizes, layout)
+                one = self.alone.run(algebras, self._locate_alone)
+                many = self.parallel.run(algebras, self._locate)
             except Unlucky as error:
                 if attempt == ATTEMPTS - 1:
                     raise Refused(str(error)) from error
                 continue
-            self.uninterpreted |= ring.uninterpreted
-            return ring, one, many
+            if degrees is not None:
+                self.degree = _highest(one[-1]) + _highest(many[-1]) + degrees.deepest
+            return [self._trial(ring, one[i][0], many[i]) for i, ring in enumerate(rings)]
         raise AssertionError
+
+    def _locate_alone(self, surveys: list[Survey]) -> Layout:
+        whole = surveys[0].parameters
+        return locate(whole, [whole], self.alone.mesh)
+
+    def _locate(self, surveys: list[Survey]) -> Layout:
+        if self.layout is None:
+            mesh, whole = self.parallel.mesh, self.alone.surveys[0].parameters
+            self.layout = locate(whole, [s.parameters for s in surveys], mesh)
+            self.data = data_axes([s.data for s in surveys], mesh)
+            _check_whole(self.layout)
+        return self.layout
+
+    def _trial(self, ring: Ring, one: Observed, many: list[Observed]) -> _Trial:
+        assert self.layout is not None
+        self.done += 1
+        self.tell(self.done, self.done)
+        self.uninterpreted |= ring.uninterpreted
+        wrong = self._differences(ring, one, many, self.layout)
+        lines = {**one.lines, **{k: v for o in many for k, v in o.lines.items()}}
+        return _Trial(ring, wrong, lines, self.parallel.mesh)
 
     def _differences(
         self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
@@ -170,3 +168,29 @@ class _Proof:
                 wrong.append(value)
         self.compared = counts
         return wrong
+
+
+@dataclass
+class _Trial:
+    ring: Ring
+    wrong: list[Compared]
+    lines: dict[str, str]
+    mesh: Mesh
+
+    def differences(self) -> tuple[Difference, ...]:
+        return diagnose(self.ring, self.wrong, self.lines, self.mesh)
+
+
+def _highest(observed: list[Observed]) -> float:
+    """The highest degree of all that is compared."""
+    named = (x for o in observed for x in (o.outputs, *o.gradients, o.parameters))
+    return max((degree_of(x) for values in named for x in values.values()), default=0.0)
+
+
+def _check_whole(layout: Layout) -> None:
+    """Elements that no rank has cannot be compared."""
+    for name, size in layout.sizes.items():
+        parts = [index[name].flatten() for index in layout.index if name in index]
+        held = torch.cat(parts).unique().numel() if parts else 0
+        if held < size:
+            raise Refused(f"{size - held} of {size} elements of {name} are on no rank")

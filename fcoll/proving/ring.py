@@ -165,19 +165,44 @@ class Ring(Algebra):
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         return self.bilinear(torch.mul, x, y)
 
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """A root times a number is the root of another: DTensor's norms are such."""
+        done = super().product(x, y)
+        if self._roots and x.numel() != y.numel() and 1 in (x.numel(), y.numel()):
+            many, number = (x, y) if y.numel() == 1 else (y, x)
+            self._remember_scaled(many, number, done)
+        elif self._roots and x.numel() == 1:
+            self._remember_scaled(x, y, done)
+            self._remember_scaled(y, x, done)
+        return done
+
+    def _remember_scaled(self, x: Tensor, number: Tensor, product: Tensor) -> None:
+        is_root, squares = self._squares_of(x)
+        if bool(is_root.any()):
+            scaled = self.mul(squares, self.square(number))
+            self._remember(product.flatten()[is_root.flatten()], scaled.flatten()[is_root.flatten()])
+
+    def _remember(self, roots: Tensor, squares: Tensor) -> None:
+        self._roots.append((roots, squares))
+        self._sorted = None
+
+    def _squares_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which elements are roots that were given, and their squares."""
+        if self._sorted is None:
+            pairs = [torch.cat(side) for side in zip(*self._roots, strict=True)]
+            order = pairs[0].argsort()
+            self._sorted = pairs[0][order], pairs[1][order]
+            self._roots = [self._sorted]
+        roots, squares = self._sorted
+        place = torch.searchsorted(roots, x.contiguous()).clamp(max=len(roots) - 1)
+        return roots[place] == x, squares[place]
+
     def square(self, x: Tensor) -> Tensor:
         """x * x, which of a root is what it is the root of."""
         product = self.mul(x, x)
         if not self._roots:
             return product
-        if self._sorted is None:
-            pairs = [torch.cat(side) for side in zip(*self._roots, strict=True)]
-            order = pairs[0].argsort()
-            self._roots = [(pairs[0][order], pairs[1][order])]
-            self._sorted = self._roots[0]
-        roots, squares = self._sorted
-        place = torch.searchsorted(roots, x.contiguous()).clamp(max=len(roots) - 1)
-        return torch.where(roots[place] == x, squares[place], product)
+        return torch.where(*self._squares_of(x), product)
 
     def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
         """fn(x), where fn adds up elements."""
@@ -251,8 +276,7 @@ class Ring(Algebra):
         small = x.sqrt().round()
         exact = (small * small == x) & (x < 2.0**20)
         found = torch.where(exact, small, self.opaque("sqrt", x))
-        self._roots.append((found.flatten(), x.flatten()))
-        self._sorted = None
+        self._remember(found.flatten(), x.flatten())
         return found
 
     def opaque(self, name: str, *args: Tensor) -> Tensor:

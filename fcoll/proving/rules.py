@@ -75,7 +75,8 @@ def _mul(a: Algebra, x: Any, y: Any) -> Tensor:
 def _div(a: Algebra, x: Any, y: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is not None:
         raise NotExact(f"a division that rounds ({rounding_mode})")
-    return a.div(*_elements(a, x, y))
+    x, y = _elements(a, x, y)
+    return a.product(x, a.inverse(y))
 
 
 @rule("pow")
