@@ -56,12 +56,17 @@ class Program:
         self.surveys: list[Survey] = []
 
     def run(
-        self, algebras: Sequence[Algebra], locate: Callable[[list[Survey]], Layout]
+        self,
+        algebras: Sequence[Algebra],
+        locate: Callable[[list[Survey]], Layout],
+        judge: Callable[[int, list[Observed]], bool] = lambda trial, observed: True,
     ) -> list[list[Observed]]:
-        """What each rank gave and did, in each algebra. Parameters get the algebra's values by
-        name, those at the layout's indices. All in one simulation: torch's caches of DTensor are a
-        thread's own, and cost a second to fill."""
+        """What each rank gave and did, in each algebra, as long as ``judge`` lets it go on.
+        Parameters get the algebra's values by name, those at the layout's indices. All in one
+        simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
         surveys: dict[int, Survey] = {}
+        seen: list[dict[int, Observed]] = [{} for _ in algebras]
+        goes_on: dict[int, bool] = {}
         lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         ran_backward: set[int] = set()
 
@@ -76,7 +81,14 @@ class Program:
             dist.barrier()
             self.surveys = [surveys[r] for r in range(self.mesh.size)]
             layout = locate(self.surveys)
-            return [trial(rank, mesh, layout, algebra) for algebra in algebras]
+            for i, algebra in enumerate(algebras):
+                seen[i][rank] = trial(rank, mesh, layout, algebra)
+                dist.barrier()
+                if i not in goes_on:  # the first rank to get here judges for all
+                    goes_on[i] = judge(i, [seen[i][r] for r in range(self.mesh.size)])
+                if not goes_on[i]:
+                    break
+            return [observed[rank] for observed in seen if rank in observed]
 
         def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra) -> Observed:
             fn, args = self._built(mesh)

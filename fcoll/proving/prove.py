@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from fcoll.checking.values import check_size
 from fcoll.errors import BadMesh, BadOption
-from fcoll.proving.algebra import Algebra, Unlucky
+from fcoll.proving.algebra import Unlucky
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import diagnose
@@ -75,7 +76,7 @@ def prove(
     try:
         return proof.verdict(trials)
     except Refused as refused:
-        return Verdict(None, 1.0, proof.done, proof.compared, why=str(refused))
+        return Verdict(None, 1.0, len(proof.trials), proof.compared, why=str(refused))
 
 
 @dataclass
@@ -86,25 +87,24 @@ class _Proof:
     tell: Progress
     compared: dict[str, int] = field(default_factory=dict)
     uninterpreted: set[str] = field(default_factory=set)
-    done: int = 0
+    trials: list[_Trial] = field(default_factory=list)
     degree: float = 0.0  # of a compared difference and of an argument to be told from others
     layout: Layout | None = None
     data: tuple[str, ...] = ()
 
     def verdict(self, trials: int) -> Verdict:
-        ring, *_ = self._run(1, degrees=None)
-        if ring.wrong:
-            return self._verdict(False, 0.0, ring.differences())
-        degrees = Degrees()
-        rest = self._run(trials - 1, degrees)
-        for other in rest:
-            if other.wrong:
-                return self._verdict(False, 0.0, other.differences())
-        bound = 1.0
-        for trial in (ring, *rest):
-            bound *= min(1.0, self.degree / trial.ring.p)
+        for attempt in range(ATTEMPTS):
+            try:
+                self._run(trials)
+                break
+            except Unlucky as error:  # these values make a divisor zero
+                if attempt == ATTEMPTS - 1:
+                    raise Refused(str(error)) from error
+        if self.trials[-1].wrong:
+            return self._verdict(False, 0.0, self.trials[-1].differences())
         if not any(self.compared.values()):
             raise Refused("there is nothing to compare: the step returns no loss and has no module")
+        bound = math.prod(min(1.0, self.degree / trial.ring.p) for trial in self.trials)
         if bound >= 1.0:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
@@ -112,25 +112,24 @@ class _Proof:
 
     def _verdict(self, equal: bool, bound: float, differences: Any) -> Verdict:
         names = tuple(sorted(self.uninterpreted))
-        return Verdict(equal, bound, self.done, self.compared, differences, names)
+        return Verdict(equal, bound, len(self.trials), self.compared, differences, names)
 
-    def _run(self, trials: int, degrees: Degrees | None) -> list[_Trial]:
-        """So many trials, with new primes and values; again if they make a divisor zero."""
-        for attempt in range(ATTEMPTS):
-            drawn = ((self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials))
-            rings = [Ring(p, seed) for p, seed in drawn]
-            algebras: list[Algebra] = [*rings, *([] if degrees is None else [degrees])]
-            try:
-                one = self.alone.run(algebras, self._locate_alone)
-                many = self.parallel.run(algebras, self._locate)
-            except Unlucky as error:
-                if attempt == ATTEMPTS - 1:
-                    raise Refused(str(error)) from error
-                continue
-            if degrees is not None:
-                self.degree = _highest(one[-1]) + _highest(many[-1]) + degrees.deepest
-            return [self._trial(ring, one[i][0], many[i]) for i, ring in enumerate(rings)]
-        raise AssertionError
+    def _run(self, trials: int) -> None:
+        """So many trials with new primes and values, and the degrees."""
+        drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
+        rings, degrees = [Ring(p, seed) for p, seed in drawn], Degrees()
+        self.trials = []
+        one = self.alone.run([*rings, degrees], self._locate_alone)
+
+        def judge(i: int, many: list[Observed]) -> bool:
+            if i == trials:
+                self.degree = _highest(one[i]) + _highest(many) + degrees.deepest
+                return False
+            self.trials.append(self._trial(rings[i], one[i][0], many))
+            self.tell(i + 1, trials)
+            return not self.trials[-1].wrong
+
+        self.parallel.run([*rings, degrees], self._locate, judge)
 
     def _locate_alone(self, surveys: list[Survey]) -> Layout:
         whole = surveys[0].parameters
@@ -146,8 +145,6 @@ class _Proof:
 
     def _trial(self, ring: Ring, one: Observed, many: list[Observed]) -> _Trial:
         assert self.layout is not None
-        self.done += 1
-        self.tell(self.done, self.done)
         self.uninterpreted |= ring.uninterpreted
         wrong = self._differences(ring, one, many, self.layout)
         lines = {**one.lines, **{k: v for o in many for k, v in o.lines.items()}}
