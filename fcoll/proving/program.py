@@ -150,16 +150,16 @@ class Program:
 class Folding:
     """What reductions of simulated ranks are made by: the algebra of the step that runs."""
 
+    def current(self) -> Any:
+        """None while a program is built: on floats as they are."""
+        mode = getattr(_thread, "mode", None)
+        return None if mode is None else mode.algebra
+
     def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
-        return (_algebra() or reductions).fold(row, parts)
+        return (self.current() or reductions).fold(row, parts)
 
     def scaled(self, op: str, x: Tensor, factor: float) -> Tensor:
-        return (_algebra() or reductions).scaled(op, x, factor)
-
-
-def _algebra() -> Any:
-    mode = getattr(_thread, "mode", None)
-    return None if mode is None else mode.algebra
+        return (self.current() or reductions).scaled(op, x, factor)
 
 
 # -- before the step ---

@@ -217,22 +217,11 @@ class Ring(Algebra):
         x0 = _mod(x, self.p)
         if bool((x0 == 0).any()):
             raise Unlucky("a division by a multiple of p")
-        y = self._inverses[x0.to(torch.int64)]
+        y = _inverses(self.p)[x0.to(torch.int64)]
         two = torch.tensor(2.0, dtype=torch.float64)
         for _ in range(2):
             y = self.mul(y, self.add(two, self.neg(self.mul(x, y))))
         return y
-
-    @cached_property
-    def _inverses(self) -> Tensor:
-        """Of 0 to p - 1 modulo p: x^(p - 2)."""
-        x = torch.arange(self.p, dtype=torch.float64)
-        done, power, e = torch.ones_like(x), x, self.p - 2
-        while e:
-            if e & 1:
-                done = _mod(done * power, self.p)
-            power, e = _mod(power * power, self.p), e >> 1
-        return done
 
     # -- functions ---
 
@@ -342,6 +331,18 @@ def _mod_signed(x: Tensor, m: int) -> Tensor:
     return torch.remainder(x, m)
 
 
+@lru_cache(maxsize=16)
+def _inverses(p: int) -> Tensor:
+    """Of 0 to p - 1 modulo p: x^(p - 2)."""
+    x = torch.arange(p, dtype=torch.float64)
+    done, power, e = torch.ones_like(x), x, p - 2
+    while e:
+        if e & 1:
+            done = _mod(done * power, p)
+        power, e = _mod(power * power, p), e >> 1
+    return done
+
+
 # -- the numbers that floats stand for ---
 
 
@@ -396,11 +397,11 @@ def _root_mod(x: int, p: int) -> int:
 
 @lru_cache(maxsize=1)
 def primes() -> Sequence[int]:
-    """Those from 2^16 to 2^17 modulo which 2, 3, 5 and 7 have fourth roots, and -1 a root: what
+    """Those from 2^16 to 2^17 modulo which 2, 3 and 5 have fourth roots, and -1 a root: what
     attention scales by (the root of 1 / sqrt(head size)) is then a constant that can be meant."""
     sieve = bytearray([1]) * 2**17
     for k in range(2, 363):
         if sieve[k]:
             sieve[k * k :: k] = bytes(len(range(k * k, 2**17, k)))
-    fourth = lambda p: all(pow(k, (p - 1) // 4, p) == 1 for k in (2, 3, 5, 7))  # noqa: E731
+    fourth = lambda p: all(pow(k, (p - 1) // 4, p) == 1 for k in (2, 3, 5))  # noqa: E731
     return [p for p in range(2**16 + 1, 2**17) if sieve[p] and p % 4 == 1 and fourth(p)]

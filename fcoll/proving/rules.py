@@ -56,7 +56,7 @@ def _add(a: Algebra, x: Any, y: Any, alpha: Any = 1) -> Tensor:
     return a.add(x, y if alpha == 1 else a.mul(y, a.number(alpha)))
 
 
-@rule("sub", "subtract")
+@rule("sub")
 def _sub(a: Algebra, x: Any, y: Any, alpha: Any = 1) -> Tensor:
     return _add(a, x, a.neg(element(a, y)), alpha)
 
@@ -66,12 +66,12 @@ def _rsub(a: Algebra, x: Any, y: Any, alpha: Any = 1) -> Tensor:
     return _sub(a, y, x, alpha)
 
 
-@rule("mul", "multiply")
+@rule("mul")
 def _mul(a: Algebra, x: Any, y: Any) -> Tensor:
     return a.product(*_elements(a, x, y))
 
 
-@rule("div", "true_divide", "divide")
+@rule("div")
 def _div(a: Algebra, x: Any, y: Any, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode is not None:
         raise NotExact(f"a division that rounds ({rounding_mode})")
@@ -126,9 +126,7 @@ RULES |= {
     name: _one(fn)
     for name, fn in {
         "neg": lambda a, x: a.neg(x),
-        "negative": lambda a, x: a.neg(x),
         "reciprocal": lambda a, x: a.inverse(x),
-        "square": lambda a, x: a.square(x),
         "sqrt": lambda a, x: a.root(x),
         "exp": lambda a, x: a.exp(x),
         "expm1": lambda a, x: a.sub(a.exp(x), a.number(1)),
@@ -138,9 +136,6 @@ RULES |= {
         "sgn": lambda a, x: _sign(a, x),
         "sign": lambda a, x: _sign(a, x),
         "silu": lambda a, x: a.mul(x, a.opaque("sigmoid", x)),
-        "conj": lambda a, x: x,
-        "_conj": lambda a, x: x,
-        "positive": lambda a, x: x,
         "nan_to_num": lambda a, x: x,
     }.items()
 }
@@ -150,9 +145,9 @@ RULES |= {
 
 OPAQUE = (
     "rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv relu gelu "
-    "elu softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu selu log_sigmoid_forward"
+    "elu softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu log_sigmoid_forward"
 ).split()
-OPAQUE_GRADIENTS = "gelu elu softplus mish hardswish hardsigmoid".split()
+OPAQUE_GRADIENTS = "gelu softplus mish hardswish hardsigmoid".split()
 
 
 def _named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -236,7 +231,6 @@ RULES |= {
     "fmin": lambda a, x, y: _smaller(a, *_elements(a, x, y)),
     "isnan": lambda a, x: torch.zeros_like(x, dtype=torch.bool),
     "isinf": lambda a, x: x.isinf(),
-    "isfinite": lambda a, x: x.isfinite(),
     "logical_not": lambda a, x: x == a.number(0),
     "any": lambda a, x, *args: (x != a.number(0)).any(*args),
     "all": lambda a, x, *args: (x != a.number(0)).all(*args),
@@ -248,7 +242,7 @@ def _threshold_backward(a: Algebra, grad: Any, x: Any, threshold: Any) -> Tensor
     return _opaque_gradient("relu", a, grad, x, threshold)
 
 
-@rule("clamp", "clip")
+@rule("clamp")
 def _clamp(a: Algebra, x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Uninterpreted, not by order: by order a wrong norm is clipped to 1 in half of the trials."""
     x = element(a, x)
@@ -495,7 +489,7 @@ def _normalized(a: Algebra, weights: Tensor, dim: int) -> Tensor:
     return a.mul(weights, a.inverse_of_sum(total))
 
 
-@rule("_softmax", "softmax")
+@rule("_softmax")
 def _softmax(a: Algebra, x: Any, dim: int, *_: Any, **__: Any) -> Tensor:
     return _normalized(a, a.exp(element(a, x)), dim)
 
@@ -521,7 +515,7 @@ def _logsumexp(a: Algebra, x: Any, dim: Any, keepdim: bool = False) -> Tensor:
     return a.log(a.total(a.exp(x), _dims(x, dim), keepdim))
 
 
-@rule("_log_softmax", "log_softmax")
+@rule("_log_softmax")
 def _log_softmax(a: Algebra, x: Any, dim: int, *_: Any, **__: Any) -> Tensor:
     x = element(a, x)
     return a.sub(x, _logsumexp(a, x, [dim], True))
