@@ -22,6 +22,8 @@ class NotExact(Exception):
 class Unlucky(Exception):
     """Of these random values: others may do."""
 
+    placed = False  # does it say the op and the line?
+
 
 class Algebra:
     """The primitives. Tensors are float64 and broadcast."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.judgement import Compared, agrees, same, total
 from fcoll.proving.ring import Ring
-from fcoll.proving.verdict import Difference
+from fcoll.proving.verdict import Difference, counted
 
 Values = list[Tensor | None]
 
@@ -26,19 +26,21 @@ class Hypothesis:
 
 
 def diagnose(
-    ring: Ring, wrong: Sequence[Compared], lines: dict[str, str], mesh: Mesh
+    ring: Ring, wrong: Sequence[Compared], lines: dict[str, str], mesh: Mesh, gradients: int
 ) -> tuple[Difference, ...]:
     """All that differ; the first with what is wrong and what would mend it."""
-    found = []
+    found: list[Difference] = []
     for value in wrong:
         fits = next((h for h in _hypotheses(ring, value, mesh) if _mends(ring, h, value)), None)
         what = fits.what if fits else _in_general(ring, value)
         remedy = fits.remedy if fits else ""
-        if fits and remedy and not found:
+        if fits and remedy and value.kind.startswith("gradient") and not found:
             alike = [v for v in wrong if v.kind == value.kind]
-            mended = sum(_mends(ring, fits, v) for v in alike)
-            of = "that one agrees" if len(alike) == 1 else f"{mended} of {len(alike)} agree"
-            remedy = f"right after {remedy}: then {of}"
+            left = sum(not _mends(ring, fits, v) for v in alike)
+            rest = f"{left} of {counted(gradients, 'gradient')} still differ"
+            remedy = f"right after {remedy}: then " + (
+                rest if left else f"all {counted(gradients, 'gradient')} agree"
+            )
         line = lines.get(value.name, "")
         found.append(Difference(value.title, what, line, remedy))
     return tuple(found)
@@ -79,7 +81,6 @@ def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]
             f"multiplying {target} by {n}",
             lambda got, n=n: _times(ring, got, Fraction(n)),  # type: ignore[misc]
         )
-    yield Hypothesis("the sign is wrong", f"negating {target}", lambda got: _times(ring, got, -1))
     for axes in mesh.subsets():
         yield Hypothesis(
             f"parts lie at the wrong offset along {', '.join(axes)}",
@@ -88,9 +89,7 @@ def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]
         )
 
 
-def _reduced(
-    ring: Ring, got: Values, mesh: Mesh, axes: Sequence[str], mean: bool
-) -> Values | None:
+def _reduced(ring: Ring, got: Values, mesh: Mesh, axes: Sequence[str], mean: bool) -> Values | None:
     done: Values = list(got)
     for group in mesh.groups(axes):
         parts = [x for r in group if (x := got[r]) is not None]
@@ -98,6 +97,8 @@ def _reduced(
             continue
         if len(parts) < len(group) or any(x.shape != parts[0].shape for x in parts):
             return None
+        if all(same(ring, x, parts[0]) for x in parts):
+            return None  # they are reduced already
         whole = total(ring, parts)
         if mean:
             whole = ring.div(whole, ring.number(len(group)))
@@ -106,8 +107,8 @@ def _reduced(
     return done
 
 
-def _times(ring: Ring, got: Values, factor: Fraction | int) -> Values:
-    by = ring.number(float(ring.residue_of(Fraction(factor))))
+def _times(ring: Ring, got: Values, factor: Fraction) -> Values:
+    by = ring.number(float(ring.residue_of(factor)))
     return [None if x is None else ring.mul(x, by) for x in got]
 
 
@@ -127,11 +128,17 @@ def _rotated(
 
 def _in_general(ring: Ring, value: Compared) -> str:
     pairs = list(zip(value.got, value.want, strict=True))
-    right = [r for r, (g, w) in enumerate(pairs) if g is not None and w is not None and same(ring, g, w)]
+    right = [
+        r for r, (g, w) in enumerate(pairs) if g is not None and w is not None and same(ring, g, w)
+    ]
     if all(g is None or not bool(g.any()) for g, _ in pairs):
         return "it is zero, or not there, on all ranks"
     if right:
         return f"it is right on ranks {', '.join(map(str, right))} only"
     whole = sum(w.numel() for _, w in pairs if w is not None)
-    off = sum(int((g != w).sum()) for g, w in pairs if g is not None and w is not None and g.shape == w.shape)
+    off = sum(
+        int((g != w).sum())
+        for g, w in pairs
+        if g is not None and w is not None and g.shape == w.shape
+    )
     return f"{off} of {whole} elements differ, by no simple factor or sum"

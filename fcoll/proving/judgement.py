@@ -43,9 +43,7 @@ def same(ring: Ring, x: Tensor, y: Tensor) -> bool:
 
 def agrees(ring: Ring, value: Compared) -> bool:
     pairs = zip(value.got, value.want, strict=True)
-    return all(
-        want is None or (got is not None and same(ring, got, want)) for got, want in pairs
-    )
+    return all(want is None or (got is not None and same(ring, got, want)) for got, want in pairs)
 
 
 def gradients_and_parameters(
@@ -105,9 +103,7 @@ def results(
         yield value, _reading(ring, [x for x in got if x is not None], want, mesh, data)
 
 
-def _reading(
-    ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequence[str]
-) -> str:
+def _reading(ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequence[str]) -> str:
     if all(same(ring, x, want) for x in got):
         return "the same on all ranks"
     for axes in mesh.subsets(data):

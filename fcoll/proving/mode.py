@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,17 +41,17 @@ def _wide(dtype: Any) -> Any:
 class Wide(_torch.TorchDispatchMode):  # type: ignore[misc]
     """All floats that are made are float64: what a step in an algebra needs."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
         args = tuple(map(_wide, args))
         out = func(*args, **kwargs)
-        if _torch.name_of(func)[1] == "lift_fresh" and out.is_floating_point():
+        name = _torch.name_of(func)[1]
+        if name == "lift_fresh" and out.is_floating_point():
             out = out.to(torch.float64)
-        return out
+        # zeros are residues: what lies between a bucket's gradients takes part in its reduction
+        return out.zero_() if name in UNINITIALIZED else out
 
 
 class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
@@ -68,9 +67,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         self.lines: dict[str, str] = {}  # where each was first used
         self._made = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = kwargs or {}
@@ -81,15 +78,12 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             self._note_use(floats)
         try:
             return self._run(func, args, kwargs, floats)
-        except (NotExact, Unlucky) as error:
-            if getattr(error, "told", False):
-                raise
-            at = user_line()
-            where = f", at {at}" if at else ""
-            made = type(error) if isinstance(error, Unlucky) else Refused
-            told = made(f"{_shown(func)}: {error}{where}")
-            told.told = True  # type: ignore[attr-defined]
-            raise told from None
+        except NotExact as error:
+            raise Refused(_placed(func, error)) from None
+        except Unlucky as error:
+            if not error.placed:
+                error.args, error.placed = (_placed(func, error),), True
+            raise
 
     def _note_use(self, floats: list[Tensor]) -> None:
         for x in floats:
@@ -158,7 +152,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
 
     def _foreach(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Lists: the op without the prefix, for each."""
-        namespace, name, overload = _torch.name_of(func)
+        name = _torch.name_of(func)[1]
         single = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
         if name == "_foreach_norm":
             single = torch.ops.aten.linalg_vector_norm
@@ -170,7 +164,10 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         with self:
             done = [
                 single(
-                    *[x[i] if x is not None and len(x) == n else args[j] for j, x in enumerate(lists)],
+                    *[
+                        x[i] if x is not None and len(x) == n else args[j]
+                        for j, x in enumerate(lists)
+                    ],
                     **{k: v[i] if isinstance(v, (list, tuple)) else v for k, v in named.items()},
                 )
                 for i in range(n)
@@ -214,7 +211,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         return out
 
     def _random(self, func: Any, args: Any, kwargs: Any, floats: list[Tensor]) -> Any:
-        namespace, name, _ = _torch.name_of(func)
+        name = _torch.name_of(func)[1]
         if name == "native_dropout" and (args[1] == 0 or args[2] is False):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if "rng" not in self.allow:
@@ -230,6 +227,11 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
 def _shown(func: Any) -> str:
     namespace, name, _ = _torch.name_of(func)
     return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def _placed(func: Any, error: Exception) -> str:
+    at = user_line()
+    return f"{_shown(func)}: {error}" + (f", at {at}" if at else "")
 
 
 # -- ops with a meaning of their own ---
@@ -257,8 +259,11 @@ def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _copy_(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     to, x = args[:2]
-    if to.is_floating_point() and not x.is_floating_point():
-        x = mode.algebra.lift(x)
+    # Numbers that a library keeps (a tag behind a bucket's gradients) were not found to be lifted.
+    # Residues stay themselves.
+    if to.is_floating_point():
+        is_element = x.is_floating_point() and not bool(((x != x.floor()) | (x < 0)).any())
+        x = x if is_element else mode.algebra.lift(x)
     if x.is_floating_point() and not to.is_floating_point():
         raise NotExact(f"floats become {to.dtype}")
     return func(to, x)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-MOVES = frozenset(
-    """
+_MOVES = """
     _chunk_cat _reshape_alias _reshape_copy _to_dense _unsafe_index _unsafe_view alias alias_copy
     as_strided as_strided_copy as_strided_scatter block_diag broadcast_to cat chunk clone
     concatenate contiguous copy detach detach_copy diag_embed diagonal diagonal_backward
@@ -16,10 +15,12 @@ MOVES = frozenset(
     unbind_copy unfold unfold_copy unsafe_chunk unsafe_split unsqueeze unsqueeze_copy value view
     view_as view_copy zero zeros zeros_like masked_select _pin_memory record_stream
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-    """.split()
-)
+"""
+MOVES = frozenset(_MOVES.split())
 
-UNINITIALIZED = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
+UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+)
 
 #: Namespaces of ops that exchange elements, or that ask and note: a reduction inside them folds by
 #: the algebra (``simulate_ranks(arithmetic=)``).

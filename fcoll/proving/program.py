@@ -133,15 +133,17 @@ class Program:
             try:
                 return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
             except RankFailed as error:
-                raise self._meant(error) from error
+                if (meant := self._meant(error)) is None:
+                    raise
+                raise meant from error
 
-    def _meant(self, error: RankFailed) -> BaseException:
-        """What a rank raised, as an answer: only calls that do not match are the user's error."""
+    def _meant(self, error: RankFailed) -> BaseException | None:
+        """What a rank raised, as an answer; None if it is the error: calls that do not match."""
         cause = error.__cause__
         if isinstance(cause, (Refused, Unlucky)):
             return cause
         if cause is None or isinstance(cause, FcollError):
-            return error
+            return None
         text = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         where = f", at {line}" if (line := line_of(cause)) else ""
         return Refused(f"{self.label} raised {text}{where}, on rank {error.rank}")
@@ -282,10 +284,11 @@ class Escaped(float):
         raise Refused(f".item(): a value of the step is used as a number of Python's{where}")
 
 
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs lt le "
-    "gt ge eq ne bool int round trunc floor ceil float"
-).split():
+_ARITHMETIC = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs lt le gt
+    ge eq ne bool int round trunc floor ceil float
+"""
+for _name in _ARITHMETIC.split():
     setattr(Escaped, f"__{_name}__", Escaped._refuse)
 Escaped.__hash__ = float.__hash__  # type: ignore[method-assign]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fcoll.checking.values import check_size
 from fcoll.errors import BadMesh, BadOption
 from fcoll.proving.algebra import Unlucky
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
@@ -22,6 +21,7 @@ from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring, primes
 from fcoll.proving.verdict import Difference, Verdict
 
+MOST_RANKS = 64  # threads, each with a model of its own
 ATTEMPTS = 4  # at a trial whose random values make a divisor zero
 ALLOWED = frozenset(("rng",))
 
@@ -68,7 +68,11 @@ def prove(
     if unknown:
         known = ", ".join(ALLOWED)
         raise BadOption(op="prove", arg="allow", value=sorted(unknown), known=known)
-    check_size(axes)
+    if (size := math.prod(axes.values())) > MOST_RANKS:
+        hint = f"Up to {MOST_RANKS} are run: a smaller mesh shows the same faults."
+        raise BadMesh(what=f"{size} simulated ranks", hint=hint)
+    if trials < 1:
+        raise BadOption(op="prove", arg="trials", value=trials, known="1, 2, ...")
     parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program")
     ones = Mesh(dict.fromkeys(axes, 1))
     alone = Program(single or build, ones, frozenset(allow), "the program of one device")
@@ -148,15 +152,15 @@ class _Proof:
         self.uninterpreted |= ring.uninterpreted
         wrong = self._differences(ring, one, many, self.layout)
         lines = {**one.lines, **{k: v for o in many for k, v in o.lines.items()}}
-        return _Trial(ring, wrong, lines, self.parallel.mesh)
+        return _Trial(ring, wrong, lines, self.parallel.mesh, self.compared["gradients"])
 
     def _differences(
         self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
     ) -> list[Compared]:
         wrong = []
-        counts = dict.fromkeys(("loss", "gradients", "updated parameters"), 0)
+        counts = dict.fromkeys(("losses", "gradients", "updated parameters"), 0)
         for value, reading in results(ring, one, many, self.parallel.mesh, self.data):
-            counts["loss"] += 1
+            counts["losses"] += 1
             if not reading:
                 wrong.append(value)
         for value in gradients_and_parameters(one, many, layout):
@@ -173,9 +177,10 @@ class _Trial:
     wrong: list[Compared]
     lines: dict[str, str]
     mesh: Mesh
+    gradients: int  # that were compared
 
     def differences(self) -> tuple[Difference, ...]:
-        return diagnose(self.ring, self.wrong, self.lines, self.mesh)
+        return diagnose(self.ring, self.wrong, self.lines, self.mesh, self.gradients)
 
 
 def _highest(observed: list[Observed]) -> float:

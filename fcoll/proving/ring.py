@@ -180,7 +180,9 @@ class Ring(Algebra):
         is_root, squares = self._squares_of(x)
         if bool(is_root.any()):
             scaled = self.mul(squares, self.square(number))
-            self._remember(product.flatten()[is_root.flatten()], scaled.flatten()[is_root.flatten()])
+            self._remember(
+                product.flatten()[is_root.flatten()], scaled.flatten()[is_root.flatten()]
+            )
 
     def _remember(self, roots: Tensor, squares: Tensor) -> None:
         self._roots.append((roots, squares))
@@ -288,7 +290,9 @@ class Ring(Algebra):
         first, *rest = torch.broadcast_tensors(*args)
         mixed = self._mix(first, _key_of(self.seed, name, 0))
         for i, x in enumerate(rest, 1):
-            mixed = self._mix(x, _key_of(self.seed, name, i)) ^ (mixed * _signed(0x9E3779B97F4A7C15))
+            mixed = self._mix(x, _key_of(self.seed, name, i)) ^ (
+                mixed * _signed(0x9E3779B97F4A7C15)
+            )
             mixed = _scramble(mixed)
         return mixed
 

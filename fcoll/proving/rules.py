@@ -143,11 +143,13 @@ RULES |= {
 
 # -- uninterpreted functions of one element, and what their gradients are multiplied by ---
 
-OPAQUE = (
-    "rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv relu gelu "
-    "elu softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu log_sigmoid_forward"
-).split()
-OPAQUE_GRADIENTS = "gelu softplus mish hardswish hardsigmoid".split()
+_OPAQUE = """
+    rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv relu
+    gelu elu softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu
+    log_sigmoid_forward
+"""
+OPAQUE = tuple(_OPAQUE.split())
+OPAQUE_GRADIENTS = ("gelu", "softplus", "mish", "hardswish", "hardsigmoid")
 
 
 def _named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

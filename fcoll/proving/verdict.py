@@ -59,12 +59,18 @@ class Verdict:
             more = len(self.differences) - 1
             rest = [f"and {counted(more, 'more difference')}"] if more else []
             return "\n".join([f"differs first: {self.differences[0]}", *rest])
-        found = [f"{n} {k}" if n > 1 or k != "loss" else k for k, n in self.compared.items() if n]
+        found = [_shown(what, n) for what, n in self.compared.items() if n]
         tries = counted(self.trials, "trial")
         return (
             f"proved equal to one device: {', '.join(found)}, {tries}, "
             f"error ≤ {self.error_bound:.0e}"
         )
+
+
+def _shown(what: str, n: int) -> str:
+    if what == "losses":
+        return "loss" if n == 1 else f"{n} results"
+    return counted(n, what.removesuffix("s"))
 
 
 def counted(n: int, what: str) -> str:
