@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fcoll.graph.issued import Issued
     from fcoll.groups import Group, GroupLike
     from fcoll.profiling.profile import Profile, profile
+    from fcoll.proving.prove import prove
+    from fcoll.proving.verdict import Verdict
     from fcoll.report.advice import Advice, advice
     from fcoll.report.all_ranks import WorldTimeline, timeline
     from fcoll.report.scale import Point, Points, scale
@@ -77,6 +79,8 @@ _NAMES_OF = {
     "graph.issued": "Issued",
     "groups": "Group GroupLike",
     "profiling.profile": "Profile profile",
+    "proving.prove": "prove",
+    "proving.verdict": "Verdict",
     "report.advice": "Advice advice",
     "report.scale": "Point Points scale",
     "report.all_ranks": "WorldTimeline timeline",
@@ -126,6 +130,7 @@ __all__ = [
     "Profile",
     "Reducer",
     "Trace",
+    "Verdict",
     "WorldTimeline",
     "accelerate_c10d",
     "accelerate_ddp",
@@ -145,6 +150,7 @@ __all__ = [
     "launch",
     "local",
     "profile",
+    "prove",
     "rank",
     "register",
     "scale",

@@ -40,6 +40,10 @@ class UnknownReduceOp(FcollError):
     template = "{op}: no reduce op {reduce_op!r}{at}. Use one of {known}, or a dist.ReduceOp."
 
 
+class NotEqual(FcollError):
+    template = "the step is not proved equal to one device{at}.\n{text}"
+
+
 class MissingFactor(FcollError):
     template = (
         "{op}: a factor goes with the reduce op premul_sum and only with it; got {reduce_op!r} "

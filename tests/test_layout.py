@@ -28,6 +28,7 @@ LAYERS = (
         "local",
         "symm_mem",
         "checking",
+        "proving",
         "profiling",
         "report",
         "sharded",

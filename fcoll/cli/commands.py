@@ -120,6 +120,32 @@ def _check(args: argparse.Namespace) -> int:
     return FINE if result.ok else FOUND
 
 
+def _prove(args: argparse.Namespace) -> int:
+    from fcoll.proving.prove import prove
+
+    if not args.mesh:
+        raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh dp=2,tp=2.")
+    build = _build_of(args)
+    with redirect_stdout(sys.stderr):
+        single = programs.load(args.single) if args.single else None
+    allow = ("rng",) if args.allow_rng else ()
+    try:
+        with (
+            progress("running in exact arithmetic", args.quiet) as tell,
+            redirect_stdout(sys.stderr),
+        ):
+            done = now_and_then(tell)
+            verdict = prove(
+                build, args.mesh, single=single, trials=args.trials, allow=allow, progress=done
+            )
+    except (CollectiveMismatch, RankFailed) as mismatch:
+        text = str(mismatch)
+        _print(args, {"equal": False, "error": text}, lambda: text)
+        return FOUND
+    _print(args, verdict.to_dict(), lambda: str(verdict))
+    return {True: FINE, False: FOUND, None: FAILED}[verdict.equal]
+
+
 def _calibrate(args: argparse.Namespace) -> int:
     from fcoll.profiling.calibration import calibrate
 
@@ -375,6 +401,7 @@ def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "check": _check,
+    "prove": _prove,
     "scale": _scale,
     "timeline": _timeline,
     "schedule": _schedule,

@@ -16,6 +16,9 @@ COMMANDS = {
     "check": (
         "Prove that all ranks issue matching collectives in the same order; no processes needed."
     ),
+    "prove": (
+        "Prove that a parallel step computes what one device does: loss, gradients, parameters."
+    ),
     "scale": "Step time, bytes and exposed share as one axis of the world grows.",
     "timeline": (
         "Run the ranks of a mesh against each other: pipeline bubbles, stragglers, imbalance."
@@ -151,6 +154,13 @@ examples:
   fcoll check train.py:build --mesh pp=4,dp=2         # exit code 1 and the two lines if not
   fcoll check train.py:build --mesh dp=2,tp=2 --values  # and run it, small, on simulated ranks
 """,
+    "prove": """
+examples:
+  fcoll prove train.py:build --mesh dp=2,tp=2         # build makes small real tensors, on the CPU
+  fcoll prove train.py:build --mesh tp=4 --single plain.py:build
+
+exit codes: 0 proved; 1 it differs, and where; 2 it could not be told, and why not
+""",
     "scale": """
 examples:
   fcoll scale --demo tiny --axis dp=1..4096 --mesh tp=8
@@ -203,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     subparsers = made.add_subparsers(dest="command", metavar="command")
     for name, text in COMMANDS.items():
         more = (
-            _TARGET if name in ("report", "check", "scale", "timeline", "schedule") else ""
+            _TARGET if name in ("report", "check", "prove", "scale", "timeline", "schedule") else ""
         ) + _EXAMPLES.get(name, "")
         command = subparsers.add_parser(
             name, help=text, description=text, epilog=more, formatter_class=raw
@@ -234,6 +244,18 @@ def _check(command: argparse.ArgumentParser) -> None:
     command.add_argument("--values", action="store_true", help=values)
     which = "trace all ranks or these, 0,13,64-71 (default: one of each kind)"
     command.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=which)
+
+
+def _prove(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", nargs="?", help="pkg.mod:build or file.py:build")
+    command.add_argument("--mesh", type=_mesh, metavar="dp=2,tp=2", help="axes and their sizes")
+    other = "the program of one device, where it is another: file.py:build"
+    command.add_argument("--single", metavar="TARGET", help=other)
+    trials = "with other primes and values (default 3)"
+    command.add_argument("--trials", type=int, default=3, metavar="N", help=trials)
+    rng = "take random numbers of the step as they are drawn"
+    command.add_argument("--allow-rng", action="store_true", help=rng)
+    command.set_defaults(demo=None)
 
 
 def _priced(command: argparse.ArgumentParser) -> None:
@@ -342,6 +364,7 @@ def _machines(command: argparse.ArgumentParser) -> None:
 _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "report": _report,
     "check": _check,
+    "prove": _prove,
     "scale": _scale,
     "timeline": _timeline,
     "schedule": _schedule,

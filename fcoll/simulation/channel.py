@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcoll import reductions
 from fcoll.errors import CollectiveMismatch, CollectiveTimeout, FcollError, PeerDied
 from fcoll.simulation import _torch
 from fcoll.simulation.calls import Call
@@ -90,7 +92,8 @@ class Meeting:
             return
         works = [self.works[r] for r in range(self.channel.n)]
         try:
-            carry_out(works[0].call.op, [self.parts[r] for r in range(self.channel.n)])
+            parts = [self.parts[r] for r in range(self.channel.n)]
+            carry_out(works[0].call.op, parts, works[0].rank.session.arithmetic)
         except Misfit as misfit:
             lines = ", ".join(
                 f"{self.channel.rank_name(r)} at {works[r].call.line}"
@@ -103,7 +106,7 @@ class Meeting:
             work.complete(at)
 
 
-def carry_out(op: str, parts: list[Part]) -> None:
+def carry_out(op: str, parts: list[Part], arithmetic: Any = reductions) -> None:
     """Move the data; unseen by whatever mode the last rank that came is in."""
     tensors = [x for p in parts for x in (*p.ins, *p.outs)]
     if not tensors or any(map(_torch.has_no_data, tensors)):
@@ -111,7 +114,7 @@ def carry_out(op: str, parts: list[Part]) -> None:
     first, outs = parts[0], [p.outs for p in parts]
     route, given = op.removesuffix("_coalesced"), [p.ins for p in parts]
     with torch.no_grad(), _torch.unseen():
-        arrived = received(route, given, first.reduce_op, first.root, outs)
+        arrived = received(route, given, first.reduce_op, first.root, outs, arithmetic.fold)
         for mine, pieces in zip(outs, arrived, strict=True):
             for out, x in zip(mine, pieces, strict=False):  # of a reduction to one rank, no pieces
                 _put(out, x.detach())

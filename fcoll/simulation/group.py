@@ -23,7 +23,7 @@ from fcoll.errors import (
     NoValues,
     RankOutOfGroup,
 )
-from fcoll.reductions import PREMUL_SUM, parse, premul_factor, scaled
+from fcoll.reductions import PREMUL_SUM, parse, premul_factor
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.calls import Call, dtypes, signature, sizes
@@ -198,6 +198,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if name == PREMUL_SUM:
             factor = premul_factor(op, opts.reduceOp, None)
             assert factor is not None  # or it would have raised
+            scaled = self.owner.session.arithmetic.scaled
             ins, reduce_op = [scaled(op, x.detach(), factor) for x in ins], "sum"
         root = getattr(opts, "rootRank", -1) if op == "reduce" else -1
         facts = (name, *((f"to rank {root}",) if op == "reduce" else ()), *facts)

@@ -39,6 +39,7 @@ def simulate_ranks(
     backend: str = "gloo",
     num_threads: int = 1,
     generators: bool = False,
+    arithmetic: Any = None,
 ) -> list[Any]:
     """``[fn(0), fn(1), ...]``, each on a simulated rank of a world of this size.
 
@@ -70,12 +71,15 @@ def simulate_ranks(
     its next line of Python; one that is inside a call of C++ is left behind, and named.
     ``faults``: see ``fcoll.faults``. ``schedule``: a run of ``fcoll.explore``, again. ``backend``:
     what dist.get_backend() says before init_process_group. ``num_threads``: of torch, for each
-    rank; 1, so that values do not depend on the machine.
+    rank; 1, so that values do not depend on the machine. ``arithmetic``: what reductions
+    are made by, an object with ``fold`` and ``scaled`` as in ``fcoll.reductions``; ``fcoll.prove``
+    has one.
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise BadOption(op="simulate_ranks", arg="world_size", value=world_size, known="1, 2, ...")
     choices = None if schedule is None else Choices(tuple(schedule))
     session = Session(world_size, faults, choices)
+    session.arithmetic = arithmetic or session.arithmetic
     return run(session, fn, timeout, backend, num_threads, generators)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from fcoll import reductions
 from fcoll.errors import CollectiveTimeout, Deadlock, GroupMismatch
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
@@ -34,6 +35,7 @@ class Session:
         self, n: int, faults: Sequence[Fault] = (), choices: Choices | None = None
     ) -> None:
         self.n = n
+        self.arithmetic: Any = reductions  # what reductions are made by: fold, scaled
         self.choices = choices
         self.baton = Baton()
         self.baton.on_deadlock = self._deadlock

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.reductions import REDUCTIONS, fold
+from fcoll.reductions import REDUCTIONS, Reduction, fold
 
 Args = Mapping[str, Any]
 Sources = tuple[tuple[int, int], ...]  # (rank, which of its pieces)
 Route = Callable[[int, int, int, int], list[Sources]]
+Fold = Callable[[Reduction, list[Tensor]], Tensor]
 
 #: (to, n, k, root): the sources of every piece that rank ``to`` of n gets, where ranks give k
 #: pieces. Several sources are reduced; a rank that gets nothing has none.
@@ -52,9 +53,11 @@ def received(
     reduce_op: str = "",
     root: int = -1,
     outs: Sequence[Sequence[Tensor]] | None = None,
+    fold: Fold = fold,
 ) -> list[list[Tensor]]:
     """What each rank gets of what each gives: pieces as they are, or new tensors where they are
-    reduced, which ranks may share. Misfit unless each is as large as where it goes, in ``outs``.
+    reduced (by ``fold``), which ranks may share. Misfit unless each is as large as where it goes,
+    in ``outs``.
 
     >>> received("all_to_all", [[1, 2], [3, 4]])
     [[1, 3], [2, 4]]
@@ -70,16 +73,16 @@ def received(
                     _check((rank, to), route, given[rank][i], out)
         for sources in mine:
             if len(sources) > 1 and sources not in reduced:
-                reduced[sources] = _reduced(reduce_op, [given[rank][i] for rank, i in sources])
+                parts = _alike([given[rank][i] for rank, i in sources])
+                reduced[sources] = fold(REDUCTIONS[reduce_op], parts)
         arrived.append([reduced[s] if len(s) > 1 else given[s[0][0]][s[0][1]] for s in mine])
     return arrived
 
 
-def _reduced(reduce_op: str, parts: list[Tensor]) -> Tensor:
+def _alike(parts: list[Tensor]) -> list[Tensor]:
     """In the shape of the first."""
     shape = parts[0].shape
-    each = [x.detach() if x.shape == shape else x.detach().reshape(shape) for x in parts]
-    return fold(REDUCTIONS[reduce_op], each)
+    return [x.detach() if x.shape == shape else x.detach().reshape(shape) for x in parts]
 
 
 def _check(ranks: tuple[int, int], route: str, x: Tensor, out: Tensor) -> None:

@@ -1,0 +1,91 @@
+"""Private names of torch that exact arithmetic needs.
+
+Tested with torch 2.13.0, which has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.imports import private, say_what_is_missing
+
+TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
+no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
+FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
+AsyncCollectiveTensor = private(
+    "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
+)
+tree_map = private("torch.utils._pytree", "tree_map")
+tree_flatten_with_path = private("torch.utils._pytree", "tree_flatten_with_path")
+keystr = private("torch.utils._pytree", "keystr")
+
+
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """torch's own definition of an op by others."""
+    table = private("torch._decomp", "decomposition_table")
+    return table.get(func)
+
+
+def is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def name_of(func: Any) -> tuple[str, str, str]:
+    """Namespace, name and overload."""
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace, name, func._overloadname
+
+
+def written_args(func: Any) -> list[tuple[int, str, bool]]:
+    """The arguments that it writes: place, name, given by name only."""
+    return [
+        (i, arg.name, arg.kwarg_only)
+        for i, arg in enumerate(func._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+
+
+def functional(func: Any) -> Any:
+    """The op that gives a new tensor where this one writes its first argument: add for add_."""
+    namespace, name, overload = name_of(func)
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overload = overload.removesuffix("_out").removesuffix("out") or "default"
+    return getattr(packet, overload, None) or getattr(packet, "default", None)
+
+
+@contextmanager
+def raw() -> Iterator[None]:
+    """Inside, tensors are what their storage holds: no mode, no autograd."""
+    with no_modes(), torch.no_grad():
+        yield
+
+
+def local_of(x: Tensor) -> Tensor:
+    """The part of a DTensor that is here; any other tensor itself."""
+    local = getattr(x, "_local_tensor", x)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.trigger_wait()
+    return local
+
+
+def is_dtensor(x: Any) -> bool:
+    return hasattr(x, "_local_tensor") and hasattr(x, "placements")
+
+
+def index_of_shard(x: Any) -> Tensor:
+    """Which elements of the whole, flattened, a DTensor's local part has. No communication."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    whole = torch.arange(x.numel()).view(x.shape)
+    # _StridedShard, of FSDP2 x TP, is no Shard
+    kept = [Replicate() if p.is_partial() else p for p in x.placements]
+    found = distribute_tensor(whole, x.device_mesh, kept, src_data_rank=None)
+    return found._local_tensor
+
+
+say_what_is_missing(__name__)

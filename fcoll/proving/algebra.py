@@ -1,0 +1,131 @@
+"""What a program's numbers are taken for: the primitives that the rules of torch's ops are made of.
+
+Two kinds: ``Ring``, residues that are compared, and ``Degrees``, which counts how far two different
+functions may agree by chance. Elements are float64 tensors in both, so that ops which only move
+elements run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fcoll.reductions import Reduction, fold
+
+
+class NotExact(Exception):
+    """What an algebra cannot do; the mode adds the op and the line."""
+
+
+class Unlucky(Exception):
+    """Of these random values: others may do."""
+
+    placed = False  # does it say the op and the line?
+
+
+class Algebra:
+    """The primitives. Tensors are float64 and broadcast."""
+
+    def __init__(self) -> None:
+        self.uninterpreted: set[str] = set()
+
+    def number(self, value: complex) -> Tensor:
+        raise NotImplementedError
+
+    def lift(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def draw(self, name: str, count: int) -> Tensor:
+        raise NotImplementedError
+
+    def constant(self, x: float) -> float | None:
+        raise NotImplementedError
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def neg(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def square(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def inverse(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def bilinear(
+        self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, terms: int = 1
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
+        raise NotImplementedError
+
+    def exp(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def log(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def root(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def opaque(self, name: str, *args: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def key(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pick(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    # -- made of them ---
+
+    def sub(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.add(x, self.neg(y))
+
+    def div(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.mul(x, self.inverse(y))
+
+    def inverse_of_sum(self, x: Tensor) -> Tensor:
+        """Of a sum of exponentials."""
+        return self.inverse(x)
+
+    def total(self, x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+        if not x.dim():
+            return x.clone()
+        dims = dims or list(range(x.dim()))
+        terms = max(1, torch.Size([x.shape[d] for d in dims]).numel())
+        return self.linear(lambda d: d.sum(dims, keepdim), x, terms)
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """Elementwise; what is multiplied by itself is squared."""
+        if x.shape == y.shape and torch.equal(x, y):
+            return self.square(x)
+        return self.mul(x, y)
+
+    # -- where a collective reduces (fcoll/simulation/moves.py) ---
+
+    def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
+        """As ``reductions.fold``, on elements of this algebra."""
+        if not parts[0].is_floating_point():
+            return fold(row, parts)
+        combine = {
+            "sum": self.add,
+            "avg": self.add,
+            "product": self.mul,
+            "max": lambda x, y: self.pick(self.key(x) >= self.key(y), x, y),
+            "min": lambda x, y: self.pick(self.key(x) <= self.key(y), x, y),
+        }[row.name]
+        total = parts[0].clone()
+        for x in parts[1:]:
+            total = combine(total, x)
+        return self.div(total, self.number(len(parts))) if row.name == "avg" else total
+
+    def scaled(self, op: str, x: Tensor, factor: float) -> Tensor:
+        return self.mul(x, self.number(factor))

@@ -1,0 +1,223 @@
+"""Which elements of one device's parameters a rank has, and which results are comparable.
+
+A rank's part of a parameter is an index into the flattened whole. A DTensor says it by its
+placements; a plain shard is found by its initial values, where these are distinct, else by its
+shape and its rank's place on an axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.proving import _torch
+from fcoll.proving.mode import Refused
+from fcoll.tracing.fakes import Found, reachable
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+@dataclass
+class Held:
+    """What a program holds after build: its parameters by name, and all other tensors."""
+
+    found: Found
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def by(*roots: Any) -> Held:
+        held = Held(reachable(*roots))
+        names = dict(_names_in_modules(held.found))
+        tensors = held.found.tensors
+        for key in sorted(tensors, key=lambda key: key not in names):  # modules' own first
+            x, name = tensors[key]
+            is_parameter = isinstance(x, torch.nn.Parameter) or (x.requires_grad and x.is_leaf)
+            into = held.parameters if is_parameter else held.others
+            into[_unused(_plain_name(names.get(key, name)), into)] = x
+        return held
+
+
+def _names_in_modules(found: Found) -> Iterator[tuple[int, str]]:
+    """An optimizer has a parameter, too, as one of a list: a module's name says more."""
+    for module, path in found.modules.items():
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            yield id(x), f"{path}.{name}" if path else name
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _unused(name: str, taken: dict[str, Any]) -> str:
+    """Two modules may both have a weight: the second is weight#2."""
+    names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
+    return next(n for n in names if n not in taken)
+
+
+# -- where parts are ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter as a rank has it before the step: its initial values, and for a DTensor its
+    index."""
+
+    values: Tensor
+    index: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor) -> Part:
+        with _torch.raw():
+            if _torch.is_dtensor(x):
+                index = _torch.index_of_shard(x).clone()
+                return Part(_torch.local_of(x).detach().clone(), index)
+            return Part(x.detach().clone())
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of the mesh; ranks are numbered along the last first."""
+
+    axes: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.axes.values())
+
+    def place(self, rank: int, axis: str) -> int:
+        names = list(self.axes)
+        inner = math.prod([self.axes[a] for a in names[names.index(axis) + 1 :]])
+        return rank // inner % self.axes[axis]
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """The ranks that differ only along these axes, together."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        others = [a for a in self.axes if a not in axes]
+        for rank in range(self.size):
+            found.setdefault(tuple(self.place(rank, a) for a in others), []).append(rank)
+        return list(found.values())
+
+    def subsets(self, of: Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
+        """Sets of axes that have more than one rank, small ones first."""
+        names = [a for a in (self.axes if of is None else of) if self.axes[a] > 1]
+        for k in range(1, len(names) + 1):
+            yield from itertools.combinations(names, k)
+
+
+def locate(whole: dict[str, Part], ranks: Sequence[dict[str, Part]], mesh: Mesh) -> Layout:
+    """The index of every part on every rank."""
+    sizes = {name: part.values.numel() for name, part in whole.items()}
+    layout = Layout(mesh, sizes, [{} for _ in ranks])
+    votes: Counter[str] = Counter()
+    unclear = []
+    for name in dict.fromkeys(name for parts in ranks for name in parts):
+        if name not in whole:
+            raise Refused(f"one device has no parameter {name!r}: give single= with its names")
+        full = whole[name].values
+        for rank, parts in enumerate(ranks):
+            if name in parts:
+                layout.index[rank][name] = _index(full, parts[name])
+        found = [index.get(name) for index in layout.index]
+        if any(i is None for i, parts in zip(found, ranks, strict=True) if name in parts):
+            unclear.append(name)
+        elif any(i.numel() != full.numel() for i in found if i is not None):
+            votes.update(_axes_of(found, full, mesh))
+    for name in unclear:
+        _by_shape(name, whole[name].values, ranks, layout, votes)
+    return layout
+
+
+@dataclass
+class Layout:
+    """``index[rank][name]``: the elements of the whole parameter that the rank has."""
+
+    mesh: Mesh
+    sizes: dict[str, int]  # of the whole parameters
+    index: list[dict[str, Tensor]]
+
+
+def _index(full: Tensor, part: Part) -> Tensor | None:
+    values = part.values
+    if part.index is not None and torch.equal(full.flatten()[part.index], values):
+        return part.index
+    if values.shape == full.shape and torch.equal(values, full):
+        return torch.arange(full.numel()).view(full.shape)
+    ordered, order = full.flatten().sort()
+    if full.numel() > 1 and bool((ordered[1:] == ordered[:-1]).any()):
+        return part.index  # not distinct: ones, zeros
+    place = torch.searchsorted(ordered, values.contiguous()).clamp(max=full.numel() - 1)
+    return order[place] if torch.equal(ordered[place], values) else part.index
+
+
+def _axes_of(found: Sequence[Tensor | None], full: Tensor, mesh: Mesh) -> Iterator[str]:
+    """The axes along which ranks have different parts."""
+    for axis in mesh.axes:
+        for group in mesh.groups([axis]):
+            first, *others = (found[r] for r in group)
+            if any(x is None or first is None or not torch.equal(first, x) for x in others):
+                yield axis
+                break
+
+
+def _by_shape(
+    name: str, full: Tensor, ranks: Sequence[dict[str, Part]], layout: Layout, votes: Counter[str]
+) -> None:
+    for rank, parts in enumerate(ranks):
+        if name not in parts:
+            continue
+        shape = parts[name].values.shape
+        if shape == full.shape:
+            _check_alike(name, [p[name].values for p in ranks if name in p])
+            layout.index[rank][name] = torch.arange(full.numel()).view(full.shape)
+            continue
+        cuts = [(d, n) for d, (n, m) in enumerate(zip(full.shape, shape, strict=False)) if n != m]
+        if len(shape) != full.dim() or len(cuts) != 1 or cuts[0][1] % shape[cuts[0][0]]:
+            why = f"it is {tuple(shape)} on rank {rank} and {tuple(full.shape)} on one device"
+            raise Refused(f"where is rank {rank}'s part of {name}? {why}")
+        dim, size = cuts[0][0], shape[cuts[0][0]]
+        axes = [a for a, n in layout.mesh.axes.items() if n == full.shape[dim] // size]
+        if not axes:
+            raise Refused(f"no axis cuts {name} from {tuple(full.shape)} to {tuple(shape)}")
+        axis = max(axes, key=lambda a: (votes[a], list(layout.mesh.axes).index(a)))
+        whole = torch.arange(full.numel()).view(full.shape)
+        at = layout.mesh.place(rank, axis) * size
+        layout.index[rank][name] = whole.narrow(dim, at, size)
+
+
+def _check_alike(name: str, values: Sequence[Tensor]) -> None:
+    if any(x.shape == values[0].shape and not torch.equal(x, values[0]) for x in values):
+        why = "its initial values differ between ranks: seed them alike, or broadcast them"
+        raise Refused(f"{name}: {why}")
+
+
+# -- data ---
+
+
+def data_axes(ranks: Sequence[dict[str, Part]], mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which ranks hold different tensors that are no parameters."""
+
+    def differ(x: Part | None, y: Part | None) -> bool:
+        if x is None or y is None:
+            return x is not y
+        return x.values.shape != y.values.shape or not torch.equal(x.values, y.values)
+
+    return tuple(
+        axis
+        for axis in mesh.axes
+        if any(
+            differ(ranks[group[0]].get(name), ranks[r].get(name))
+            for group in mesh.groups([axis])
+            for r in group[1:]
+            for name in ranks[group[0]]
+        )
+    )

@@ -1,0 +1,144 @@
+"""Why does a value differ? Hypotheses, tried on the values: those that make them equal are said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor
+
+from fcoll.proving.correspondence import Mesh
+from fcoll.proving.judgement import Compared, agrees, same, total
+from fcoll.proving.ring import Ring
+from fcoll.proving.verdict import Difference, counted
+
+Values = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What may be wrong, what would mend it, and the values if it were so mended."""
+
+    what: str
+    remedy: str
+    mend: Callable[[Values], Values | None]
+
+
+def diagnose(
+    ring: Ring, wrong: Sequence[Compared], lines: dict[str, str], mesh: Mesh, gradients: int
+) -> tuple[Difference, ...]:
+    """All that differ; the first with what is wrong and what would mend it."""
+    found: list[Difference] = []
+    for value in wrong:
+        fits = next((h for h in _hypotheses(ring, value, mesh) if _mends(ring, h, value)), None)
+        what = fits.what if fits else _in_general(ring, value)
+        remedy = fits.remedy if fits else ""
+        if fits and remedy and value.kind.startswith("gradient") and not found:
+            alike = [v for v in wrong if v.kind == value.kind]
+            left = sum(not _mends(ring, fits, v) for v in alike)
+            rest = f"{left} of {counted(gradients, 'gradient')} still differ"
+            remedy = f"right after {remedy}: then " + (
+                rest if left else f"all {counted(gradients, 'gradient')} agree"
+            )
+        line = lines.get(value.name, "")
+        found.append(Difference(value.title, what, line, remedy))
+    return tuple(found)
+
+
+def _mends(ring: Ring, hypothesis: Hypothesis, value: Compared) -> bool:
+    mended = hypothesis.mend(value.got)
+    if mended is None:
+        return False
+    return agrees(ring, Compared(value.kind, value.name, mended, value.want, value.whole))
+
+
+def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]:
+    target = "p.grad" if value.kind.startswith("gradient") else "the value"
+    for axes in mesh.subsets():
+        shown = " and ".join(f'"{a}"' for a in axes)
+        group = ", ".join(axes)
+        yield Hypothesis(
+            f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing",
+            f'fcoll.all_reduce({target}, "sum", {group})',
+            lambda got, axes=axes: _reduced(ring, got, mesh, axes, mean=False),  # type: ignore[misc]
+        )
+        yield Hypothesis(
+            f"ranks hold values of their own over {group}: an average over {shown} is missing",
+            f'fcoll.all_reduce({target}, "avg", {group})',
+            lambda got, axes=axes: _reduced(ring, got, mesh, axes, mean=True),  # type: ignore[misc]
+        )
+    for axes in mesh.subsets():
+        n = len(mesh.groups(axes)[0])
+        shown = " and ".join(f'"{a}"' for a in axes)
+        yield Hypothesis(
+            f"{n} times too large, the ranks of {shown}: reduced twice, or 1/{n} is missing",
+            f"dividing {target} by {n}",
+            lambda got, n=n: _times(ring, got, Fraction(1, n)),  # type: ignore[misc]
+        )
+        yield Hypothesis(
+            f"{n} times too small, the ranks of {shown}: averaged where it should be summed",
+            f"multiplying {target} by {n}",
+            lambda got, n=n: _times(ring, got, Fraction(n)),  # type: ignore[misc]
+        )
+    for axes in mesh.subsets():
+        yield Hypothesis(
+            f"parts lie at the wrong offset along {', '.join(axes)}",
+            "",
+            lambda got, axes=axes: _rotated(ring, got, value.want, mesh, axes),  # type: ignore[misc]
+        )
+
+
+def _reduced(ring: Ring, got: Values, mesh: Mesh, axes: Sequence[str], mean: bool) -> Values | None:
+    done: Values = list(got)
+    for group in mesh.groups(axes):
+        parts = [x for r in group if (x := got[r]) is not None]
+        if not parts:
+            continue
+        if len(parts) < len(group) or any(x.shape != parts[0].shape for x in parts):
+            return None
+        if all(same(ring, x, parts[0]) for x in parts):
+            return None  # they are reduced already
+        whole = total(ring, parts)
+        if mean:
+            whole = ring.div(whole, ring.number(len(group)))
+        for r in group:
+            done[r] = whole
+    return done
+
+
+def _times(ring: Ring, got: Values, factor: Fraction) -> Values:
+    by = ring.number(float(ring.residue_of(factor)))
+    return [None if x is None else ring.mul(x, by) for x in got]
+
+
+def _rotated(
+    ring: Ring, got: Values, want: Values, mesh: Mesh, axes: Sequence[str]
+) -> Values | None:
+    """Each value is another rank's of the group: as if it lay there."""
+    done: Values = list(got)
+    for group in mesh.groups(axes):
+        for r in group:
+            x = got[r]
+            others = [w for s in group if s != r and (w := want[s]) is not None]
+            if x is not None and any(same(ring, x, w) for w in others):
+                done[r] = want[r]
+    return done
+
+
+def _in_general(ring: Ring, value: Compared) -> str:
+    pairs = list(zip(value.got, value.want, strict=True))
+    right = [
+        r for r, (g, w) in enumerate(pairs) if g is not None and w is not None and same(ring, g, w)
+    ]
+    if all(g is None or not bool(g.any()) for g, _ in pairs):
+        return "it is zero, or not there, on all ranks"
+    if right:
+        return f"it is right on ranks {', '.join(map(str, right))} only"
+    whole = sum(w.numel() for _, w in pairs if w is not None)
+    off = sum(
+        int((g != w).sum())
+        for g, w in pairs
+        if g is not None and w is not None and g.shape == w.shape
+    )
+    return f"{off} of {whole} elements differ, by no simple factor or sum"

@@ -1,0 +1,138 @@
+"""Are the ranks' values those of one device? Without tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fcoll.proving.correspondence import Layout, Mesh
+from fcoll.proving.mode import Refused
+from fcoll.proving.program import Observed
+from fcoll.proving.ring import Ring
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One value of the program: what each rank has, and what it should have. None where a rank
+    holds no part of it."""
+
+    kind: str  # "loss", "gradient", "updated parameter"
+    name: str
+    got: list[Tensor | None]
+    want: list[Tensor | None]
+    whole: Tensor  # one device's
+
+    @property
+    def title(self) -> str:
+        return self.name if self.kind == "loss" else f"{self.kind} of {self.name}"
+
+
+def same(ring: Ring, x: Tensor, y: Tensor) -> bool:
+    """Equal residues. A logarithm is known modulo p^2 only."""
+    if x.shape != y.shape:
+        return False
+    if torch.equal(x, y):
+        return True
+    if not ring.took_log or not bool((x.isfinite() & y.isfinite()).all()):
+        return False
+    return bool(((x - y) % ring.p2 == 0).all())
+
+
+def agrees(ring: Ring, value: Compared) -> bool:
+    pairs = zip(value.got, value.want, strict=True)
+    return all(want is None or (got is not None and same(ring, got, want)) for got, want in pairs)
+
+
+def gradients_and_parameters(
+    one: Observed, ranks: Sequence[Observed], layout: Layout
+) -> Iterator[Compared]:
+    """In the order in which a backward pass comes to them: a fault shows where it enters."""
+    names = list(one.parameters)[::-1]
+    counts = {len(o.gradients) for o in (one, *ranks)}
+    if len(counts) > 1:
+        raise Refused(f"optimizers stepped {sorted(counts)} times on different ranks")
+    rounds = counts.pop()
+    for k in range(rounds):
+        step = f" (step {k + 1})" if rounds > 1 else ""
+        for name in names:
+            got = [o.gradients[k].get(name) for o in ranks]
+            full = one.gradients[k].get(name)
+            if full is None and all(x is None for x in got):
+                continue
+            full = torch.zeros_like(one.parameters[name]) if full is None else full
+            yield _compared(f"gradient{step}", name, got, full, layout, zero=True)
+    for name in names:
+        got = [o.parameters.get(name) for o in ranks]
+        yield _compared("updated parameter", name, got, one.parameters[name], layout)
+
+
+def _compared(
+    kind: str,
+    name: str,
+    got: list[Tensor | None],
+    full: Tensor,
+    layout: Layout,
+    zero: bool = False,
+) -> Compared:
+    index = [i.get(name) for i in layout.index]
+    want = [None if i is None else full.flatten()[i] for i in index]
+    if zero:  # no gradient is a gradient of zeros
+        got = [
+            torch.zeros_like(w) if g is None and w is not None else g
+            for g, w in zip(got, want, strict=True)
+        ]
+    return Compared(kind, name, got, want, full)
+
+
+# -- results: ranks that have other data may each have a part of them ---
+
+
+def results(
+    ring: Ring, one: Observed, ranks: Sequence[Observed], mesh: Mesh, data: Sequence[str]
+) -> Iterator[tuple[Compared, str]]:
+    """Each result of the step, as it compares: how it is read, or empty if in no way."""
+    for name, want in one.outputs.items():
+        got = [o.outputs.get(name) for o in ranks]
+        value = Compared("loss", name, got, [want] * len(ranks), want)
+        if any(x is None for x in got):
+            missing = [r for r, x in enumerate(got) if x is None]
+            raise Refused(f"the step's {name} is not there on ranks {missing}")
+        yield value, _reading(ring, [x for x in got if x is not None], want, mesh, data)
+
+
+def _reading(ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequence[str]) -> str:
+    if all(same(ring, x, want) for x in got):
+        return "the same on all ranks"
+    for axes in mesh.subsets(data):
+        shown = ", ".join(axes)
+        groups = [[got[r] for r in group] for group in mesh.groups(axes)]
+        for dim in range(want.dim()):
+            if all(_fits(ring, parts, want, dim) for parts in groups):
+                return f"cut over {shown} along dim {dim}"
+        if any(x.shape != want.shape for x in got):
+            continue
+        sums = [total(ring, parts) for parts in groups]
+        if all(same(ring, x, want) for x in sums):
+            return f"the sum over {shown}"
+        n = ring.number(len(groups[0]))
+        if all(same(ring, ring.div(x, n), want) for x in sums):
+            return f"the mean over {shown}"
+    return ""
+
+
+def _fits(ring: Ring, parts: Sequence[Tensor], want: Tensor, dim: int) -> bool:
+    shapes = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in parts}
+    rest = (*want.shape[:dim], *want.shape[dim + 1 :])
+    if shapes != {rest} or any(x.dim() != want.dim() for x in parts):
+        return False
+    return same(ring, torch.cat(list(parts), dim), want)
+
+
+def total(ring: Ring, parts: Sequence[Tensor]) -> Tensor:
+    done = parts[0]
+    for x in parts[1:]:
+        done = ring.add(done, x)
+    return done

@@ -1,0 +1,295 @@
+"""The dispatch modes: in one a program is built, in the other its step runs in an algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.proving import _torch
+from fcoll.proving.algebra import Algebra, NotExact, Unlucky
+from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED, WRITES_NUMBER
+from fcoll.proving.rules import RULES
+from fcoll.source import user_line
+
+_FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Refused(Exception):
+    """What cannot be told of this program, and why."""
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _each(args: Any) -> Iterator[Any]:
+    for x in args:
+        if isinstance(x, (list, tuple)):
+            yield from _each(x)
+        else:
+            yield x
+
+
+def _wide(dtype: Any) -> Any:
+    is_real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return torch.float64 if is_real else dtype
+
+
+class Wide(_torch.TorchDispatchMode):  # type: ignore[misc]
+    """All floats that are made are float64: what a step in an algebra needs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
+            return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
+        kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
+        args = tuple(map(_wide, args))
+        out = func(*args, **kwargs)
+        name = _torch.name_of(func)[1]
+        if name == "lift_fresh" and out.is_floating_point():
+            out = out.to(torch.float64)
+        # zeros are residues: what lies between a bucket's gradients takes part in its reduction
+        return out.zero_() if name in UNINITIALIZED else out
+
+
+class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
+    """Ops on floats are their rules in an algebra; those that move elements run as they are, and
+    what has no rule is refused."""
+
+    def __init__(
+        self, algebra: Algebra, rank: int, allow: frozenset[str] = frozenset(), label: str = ""
+    ) -> None:
+        super().__init__()
+        self.algebra, self.rank, self.allow, self.label = algebra, rank, allow, label
+        self.parameters: dict[int, str] = {}  # by the address of their elements
+        self.lines: dict[str, str] = {}  # where each was first used
+        self._made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
+            return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
+        kwargs = kwargs or {}
+        floats = [x for x in (*_each(args), *_each(kwargs.values())) if _is_float(x)]
+        if any(x.is_meta for x in floats):
+            return func(*args, **kwargs)
+        if self.parameters:
+            self._note_use(floats)
+        try:
+            return self._run(func, args, kwargs, floats)
+        except NotExact as error:
+            raise Refused(_placed(func, error)) from None
+        except Unlucky as error:
+            if not error.placed:
+                error.args, error.placed = (_placed(func, error),), True
+            raise
+
+    def _note_use(self, floats: list[Tensor]) -> None:
+        for x in floats:
+            name = self.parameters.pop(x.data_ptr(), None)
+            if name is not None and (line := user_line()):
+                self.lines[name] = line
+
+    # -- an op ---
+
+    def _run(self, func: Any, args: Any, kwargs: Any, floats: list[Tensor]) -> Any:
+        namespace, name, overload = _torch.name_of(func)
+        if namespace in SILENT:
+            return func(*args, **kwargs)
+        if any(x.is_complex() for x in floats):
+            raise NotExact("complex numbers")
+        if _torch.is_random(func):
+            return self._random(func, args, kwargs, floats)
+        if namespace in NAMESPACES:
+            return func(*args, **kwargs)
+        if name.startswith("_foreach_"):
+            return self._foreach(func, args, kwargs)
+        written = _torch.written_args(func)
+        if any(x.dtype != torch.float64 for x in floats):
+            args, kwargs = self._lifted(args, kwargs, written)
+        base = name.removesuffix("_") if written else name
+        if name in SPECIAL:
+            return SPECIAL[name](self, func, args, kwargs)
+        if not floats and not self._makes_floats(func, args, kwargs):
+            return func(*args, **kwargs)
+        if f"{name}.{overload}" in WRITES_NUMBER:
+            raise NotExact("it writes a number among elements")
+        if base in MOVES and base not in RULES:
+            kwargs = {k: _wide(v) for k, v in kwargs.items()}
+            return func(*args, **kwargs)
+        if base in UNINITIALIZED:
+            return self._uninitialized(func, args, kwargs)
+        if written:
+            return self._written(func, base, args, kwargs, written)
+        return self._value(func, base, args, kwargs)
+
+    def _value(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if (rule := RULES.get(name)) is not None:
+            given = {k: v for k, v in kwargs.items() if k not in _HOW}
+            with torch.no_grad():
+                return rule(self.algebra, *args, **given)
+        if (made := _torch.decomposition(func)) is not None:
+            with self:
+                return made(*args, **kwargs)
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is NotImplemented:
+            raise NotExact("it has no rule in exact arithmetic")
+        return out
+
+    def _written(self, func: Any, base: str, args: Any, kwargs: Any, written: Any) -> Any:
+        """add_(x, y) is x.copy_(add(x, y)); so are forms with out=."""
+        outs = [kwargs[n] if by_name else args[i] for i, n, by_name in written]
+        given = {k: v for k, v in kwargs.items() if k not in {n for _, n, by in written if by}}
+        values = self._value(_torch.functional(func), base, args, given)
+        values = values if isinstance(values, (tuple, list)) else (values,)
+        for out, value in zip(outs, values, strict=True):
+            if out.shape != value.shape and out.numel() == 0:
+                out.resize_(value.shape)
+            out.copy_(value)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _foreach(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Lists: the op without the prefix, for each."""
+        name = _torch.name_of(func)[1]
+        single = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
+        if name == "_foreach_norm":
+            single = torch.ops.aten.linalg_vector_norm
+        if single is None:
+            raise NotExact("it has no rule in exact arithmetic")
+        lists = [x if isinstance(x, (list, tuple)) else None for x in args]
+        n = len(args[0])
+        named = {k: v for k, v in kwargs.items() if k not in ("dtype",)}
+        with self:
+            done = [
+                single(
+                    *[
+                        x[i] if x is not None and len(x) == n else args[j]
+                        for j, x in enumerate(lists)
+                    ],
+                    **{k: v[i] if isinstance(v, (list, tuple)) else v for k, v in named.items()},
+                )
+                for i in range(n)
+            ]
+        return None if name.endswith("_") else done
+
+    # -- floats that are no elements yet ---
+
+    def _lifted(self, args: Any, kwargs: Any, written: Any) -> Any:
+        """Tensors of other dtypes hold numbers: they were made outside of build and step."""
+        for i, name, by_name in written:
+            out = kwargs.get(name) if by_name else args[i]
+            if _is_float(out) and out.dtype != torch.float64:
+                raise NotExact(f"it writes a tensor of {out.dtype} that was not made in build()")
+
+        def lift(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(map(lift, x))
+            return self.algebra.lift(x) if _is_float(x) and x.dtype != torch.float64 else x
+
+        with torch.no_grad():
+            return tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}
+
+    def _makes_floats(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Does an op without floats make some? Asked of the op itself."""
+        if _torch.written_args(func):
+            return False
+        if (dtype := kwargs.get("dtype")) is not None:
+            return bool(dtype.is_floating_point or dtype.is_complex)
+        made = func(*args, **kwargs)
+        return any(map(_is_float, _each([made])))
+
+    def _uninitialized(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Elements that nobody else has: reading them makes a difference."""
+        out = func(*args, **{k: _wide(v) for k, v in kwargs.items()})
+        if out.is_floating_point():
+            self._made += 1
+            name = f"uninitialized {self.label} {self.rank} {self._made}"
+            storage = torch.empty(0, dtype=torch.float64).set_(out.untyped_storage())
+            storage.copy_(self.algebra.draw(name, storage.numel()))
+        return out
+
+    def _random(self, func: Any, args: Any, kwargs: Any, floats: list[Tensor]) -> Any:
+        name = _torch.name_of(func)[1]
+        if name == "native_dropout" and (args[1] == 0 or args[2] is False):
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if "rng" not in self.allow:
+            raise NotExact('it draws random numbers (allow={"rng"} takes them as they are)')
+        out = func(*args, **kwargs)
+        if not _is_float(out):
+            return out
+        with torch.no_grad():
+            lifted = self.algebra.lift(out)
+        return out.copy_(lifted) if _torch.written_args(func) else lifted
+
+
+def _shown(func: Any) -> str:
+    namespace, name, _ = _torch.name_of(func)
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def _placed(func: Any, error: Exception) -> str:
+    at = user_line()
+    return f"{_shown(func)}: {error}" + (f", at {at}" if at else "")
+
+
+# -- ops with a meaning of their own ---
+
+
+def _lift_fresh(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+    """torch.tensor(...) in the step."""
+    x = args[0]
+    return mode.algebra.lift(x) if x.is_floating_point() else func(x)
+
+
+def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+    x, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    if dtype.is_complex:
+        raise NotExact("complex numbers")
+    if dtype.is_floating_point:
+        kwargs = {**kwargs, "dtype": torch.float64}
+        return func(x if x.is_floating_point() else mode.algebra.lift(x), **kwargs)
+    if x.is_floating_point():
+        if dtype != torch.bool:
+            raise NotExact(f"floats become {dtype}")
+        return x != 0
+    return func(*args, **kwargs)
+
+
+def _copy_(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+    to, x = args[:2]
+    # Numbers that a library keeps (a tag behind a bucket's gradients) were not found to be lifted.
+    # Residues stay themselves.
+    if to.is_floating_point():
+        is_element = x.is_floating_point() and not bool(((x != x.floor()) | (x < 0)).any())
+        x = x if is_element else mode.algebra.lift(x)
+    if x.is_floating_point() and not to.is_floating_point():
+        raise NotExact(f"floats become {to.dtype}")
+    return func(to, x)
+
+
+def _view_dtype(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[1], torch.dtype) and args[1] != args[0].dtype:
+        raise NotExact(f"the bits of floats are read as {args[1]}")
+    return func(*args, **kwargs)
+
+
+def _item(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.is_floating_point():
+        return func(x)
+    found = mode.algebra.constant(float(func(x)))
+    if found is None:
+        raise NotExact("a value of the step is used as a number of Python's")
+    return found
+
+
+SPECIAL: dict[str, Callable[[Exact, Any, Any, Any], Any]] = {
+    "lift_fresh": _lift_fresh,
+    "_to_copy": _to_copy,
+    "copy_": _copy_,
+    "view": _view_dtype,
+    "_local_scalar_dense": _item,
+}
+_HOW = ("dtype", "layout", "device", "pin_memory", "memory_format", "out")

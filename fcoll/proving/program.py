@@ -1,0 +1,329 @@
+"""A program run in an algebra, on simulated ranks or on one: what it gave and did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fcoll import reductions
+from fcoll.errors import FcollError, RankFailed
+from fcoll.proving import _torch
+from fcoll.proving.algebra import Algebra, Unlucky
+from fcoll.proving.correspondence import Held, Layout, Mesh, Part
+from fcoll.proving.mode import Exact, Refused, Wide
+from fcoll.reductions import Reduction
+from fcoll.simulation.baton import this_rank
+from fcoll.simulation.ranks import simulate_ranks
+from fcoll.source import line_of, user_line
+from fcoll.tracing._torch import around_backward, replaced
+from fcoll.tracing.trace import backward_of
+
+Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+@dataclass
+class Observed:
+    """What one rank gave and did: raw elements, by name."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # at each optimizer step
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # after the step
+    lines: dict[str, str] = field(default_factory=dict)  # where each parameter was first used
+
+
+@dataclass
+class Survey:
+    """What one rank holds after build."""
+
+    parameters: dict[str, Part]
+    data: dict[str, Part]
+
+
+class Program:
+    """A build on a mesh, run as often as there are trials, always from the same random state."""
+
+    def __init__(self, build: Build, mesh: Mesh, allow: frozenset[str], label: str) -> None:
+        self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
+        self.state = torch.get_rng_state()
+        self.surveys: list[Survey] = []
+
+    def run(
+        self,
+        algebras: Sequence[Algebra],
+        locate: Callable[[list[Survey]], Layout],
+        judge: Callable[[int, list[Observed]], bool] = lambda trial, observed: True,
+    ) -> list[list[Observed]]:
+        """What each rank gave and did, in each algebra, as long as ``judge`` lets it go on.
+        Parameters get the algebra's values by name, those at the layout's indices. All in one
+        simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
+        surveys: dict[int, Survey] = {}
+        seen: list[dict[int, Observed]] = [{} for _ in algebras]
+        goes_on: dict[int, bool] = {}
+        lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        ran_backward: set[int] = set()
+
+        def note(is_derivative: bool) -> None:
+            if (me := this_rank()) is not None and not is_derivative:
+                ran_backward.add(me.number)
+
+        def one(rank: int) -> list[Observed]:
+            shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
+            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+            surveys[rank] = _survey(Held.by(*self._built(mesh)))
+            dist.barrier()
+            self.surveys = [surveys[r] for r in range(self.mesh.size)]
+            layout = locate(self.surveys)
+            for i, algebra in enumerate(algebras):
+                seen[i][rank] = trial(rank, mesh, layout, algebra)
+                dist.barrier()
+                if i not in goes_on:  # the first rank to get here judges for all
+                    goes_on[i] = judge(i, [seen[i][r] for r in range(self.mesh.size)])
+                if not goes_on[i]:
+                    break
+            return [observed[rank] for observed in seen if rank in observed]
+
+        def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra) -> Observed:
+            fn, args = self._built(mesh)
+            held = Held.by(fn, args)
+            mode = Exact(algebra, rank, self.allow, self.label)
+            with _torch.raw():
+                _fill(held, algebra, layout, rank, mode)
+                dist.barrier()  # what ranks share is lifted when all have built, once
+                _lift(held, algebra, lifted)
+            observed = Observed(lines=mode.lines)
+            ran_backward.discard(rank)
+            with _watched(held, observed), active(mode):
+                out = fn(*args)
+                if rank not in ran_backward:
+                    backward_of(out)
+                _collect(held, out, observed)
+            dist.barrier()
+            with _torch.raw():
+                _restore(algebra, lifted)
+            dist.barrier()
+            return observed
+
+        with around_backward(note):
+            by_rank = self._simulated(one)
+        return [list(observed) for observed in zip(*by_rank, strict=True)]
+
+    def _built(self, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.set_rng_state(self.state)
+        with Wide():
+            fn, args = self.build(mesh)
+        return fn, tuple(args)
+
+    def _simulated(self, fn: Callable[[int], Any]) -> list[Any]:
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, before)
+            # the fused kernels of attention compute with floats of their own
+            stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
+            stack.enter_context(_no_escapes())
+            try:
+                return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
+            except RankFailed as error:
+                if (meant := self._meant(error)) is None:
+                    raise
+                raise meant from error
+
+    def _meant(self, error: RankFailed) -> BaseException | None:
+        """What a rank raised, as an answer; None if it is the error: calls that do not match."""
+        cause = error.__cause__
+        if isinstance(cause, (Refused, Unlucky)):
+            return cause
+        if cause is None or isinstance(cause, FcollError):
+            return None
+        text = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        where = f", at {line}" if (line := line_of(cause)) else ""
+        return Refused(f"{self.label} raised {text}{where}, on rank {error.rank}")
+
+
+class Folding:
+    """What reductions of simulated ranks are made by: the algebra of the step that runs."""
+
+    def current(self) -> Any:
+        """None while a program is built: on floats as they are."""
+        mode = getattr(_thread, "mode", None)
+        return None if mode is None else mode.algebra
+
+    def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
+        return (self.current() or reductions).fold(row, parts)
+
+    def scaled(self, op: str, x: Tensor, factor: float) -> Tensor:
+        return (self.current() or reductions).scaled(op, x, factor)
+
+
+# -- before the step ---
+
+
+def _survey(held: Held) -> Survey:
+    buffers = {id(x) for m in held.found.modules for x in m.buffers()}
+    data = {k: x for k, x in held.others.items() if id(x) not in buffers}
+    return Survey(
+        {k: Part.of(x) for k, x in held.parameters.items()},
+        {k: Part.of(x) for k, x in data.items()},
+    )
+
+
+def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: Exact) -> None:
+    for name, x in held.parameters.items():
+        local = _torch.local_of(x).detach()
+        if local.dtype != torch.float64:
+            raise Refused(f"{name} is of {local.dtype}: make it in build(), not outside")
+        local.copy_(algebra.draw(name, layout.sizes[name])[layout.index[rank][name]])
+        mode.parameters[local.data_ptr()] = name
+
+
+def _lift(held: Held, algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]) -> None:
+    """All other floats, once a storage: tensors may share one, also those of several ranks."""
+    filled = {_storage(_torch.local_of(x)) for x in held.parameters.values()}
+    for x in held.others.values():
+        local = _torch.local_of(x).detach()
+        if local.dtype != torch.float64 or local.is_meta:
+            continue  # others are lifted where they are used
+        key = _storage(local)
+        if key in filled or (id(algebra), key) in lifted or not key:
+            continue
+        storage = torch.empty(0, dtype=torch.float64).set_(local.untyped_storage())
+        lifted[id(algebra), key] = storage, storage.clone()
+        storage.copy_(algebra.lift(storage.clone()))
+
+
+def _restore(algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]) -> None:
+    """What was made outside of build keeps its numbers."""
+    for key in [k for k in lifted if k[0] == id(algebra)]:
+        storage, before = lifted.pop(key)
+        storage.copy_(before)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+# -- after it ---
+
+
+@contextmanager
+def _watched(held: Held, observed: Observed) -> Iterator[None]:
+    """Gradients are final when an optimizer takes them."""
+
+    def take(*_: Any) -> None:
+        observed.gradients.append(_gradients(held))
+
+    handles = [o.register_step_pre_hook(take) for o in held.found.optimizers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gradients(held: Held) -> dict[str, Tensor]:
+    found = {}
+    for name, x in held.parameters.items():
+        grad = x.grad
+        if grad is None:
+            continue
+        if _torch.is_dtensor(grad) and grad.placements != x.placements:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=x.placements)  # type: ignore[attr-defined]
+        with _torch.raw():
+            found[name] = _torch.local_of(grad).detach().clone()
+    return found
+
+
+def _collect(held: Held, out: Any, observed: Observed) -> None:
+    if not observed.gradients:
+        observed.gradients.append(_gradients(held))
+    for path, x in _torch.tree_flatten_with_path(out)[0]:
+        name = f"result{_torch.keystr(path)}" if path else "loss"
+        if isinstance(x, Escaped):
+            observed.outputs[name] = x.element
+        elif isinstance(x, Tensor) and x.is_floating_point():
+            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+            with _torch.raw():
+                observed.outputs[name] = _torch.local_of(whole).detach().clone()
+    with _torch.raw():
+        for name, x in held.parameters.items():
+            observed.parameters[name] = _torch.local_of(x).detach().clone()
+
+
+# -- values that leave tensors ---
+
+_thread = threading.local()
+
+
+@contextmanager
+def active(mode: Exact) -> Iterator[None]:
+    _thread.mode = mode
+    try:
+        with mode:
+            yield
+    finally:
+        _thread.mode = None
+
+
+class Escaped(float):
+    """What ``.item()`` gives for a value of the step: it can be shown, not computed with."""
+
+    element: Tensor
+
+    def _refuse(self, *_: Any) -> Any:
+        at = user_line()
+        where = f", at {at}" if at else ""
+        raise Refused(f".item(): a value of the step is used as a number of Python's{where}")
+
+
+_ARITHMETIC = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs
+    lt le gt ge eq ne bool int round trunc floor ceil float
+"""
+for _name in _ARITHMETIC.split():
+    setattr(Escaped, f"__{_name}__", Escaped._refuse)
+Escaped.__hash__ = float.__hash__  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_escapes() -> Iterator[None]:
+    """Reads of a tensor's memory that no dispatch mode sees are refused in a step."""
+    originals = {name: getattr(Tensor, name) for name in ("item", *_READS)}
+
+    def item(x: Tensor) -> Any:
+        mode = getattr(_thread, "mode", None)
+        if mode is None or not x.is_floating_point() or x.numel() != 1:
+            return originals["item"](x)
+        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+        with _torch.raw():
+            element = _torch.local_of(whole).detach().reshape(()).clone()
+            known = mode.algebra.constant(float(originals["item"](element)))
+        if known is not None:
+            return known
+        escaped = Escaped("nan")
+        escaped.element = element
+        return escaped
+
+    def refused(name: str) -> Callable[..., Any]:
+        def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_thread, "mode", None) is not None and x.is_floating_point():
+                at = user_line()
+                where = f", at {at}" if at else ""
+                raise Refused(f".{name}() takes values of the step out of it{where}")
+            return originals[name](x, *args, **kwargs)
+
+        return read
+
+    with replaced(Tensor, {"item": item, **{name: refused(name) for name in _READS}}):
+        yield
+
+
+_READS: Sequence[str] = ("tolist", "numpy", "__array__", "__dlpack__")

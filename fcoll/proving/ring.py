@@ -1,0 +1,411 @@
+"""Exact arithmetic on float64 tensors: residues modulo N = p^3 of an odd prime p below 2^17.
+
+N is below 2^51, so a residue is an integer that float64 holds. It is also three digits to the base
+p, each below 2^17: products and long sums of digits stay below 2^53, which float64 (and its BLAS)
+adds without rounding. Numbers of a program become residues by their meaning as rationals; odd p
+makes 0.5 and 1/n exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from fcoll.proving.algebra import Algebra, NotExact, Unlucky
+
+MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
+_SHORT = 10**6  # denominators of the constants that floats stand for
+_SMALL = 2**12  # numerators and denominators of values that are taken for constants
+_WORD = 2**64
+
+
+class Ring(Algebra):
+    """The residues modulo p^3, with a key for all that is drawn at random."""
+
+    def __init__(self, p: int, seed: int) -> None:
+        super().__init__()
+        self.p, self.seed = p, seed
+        self.p2, self.N = p * p, p**3
+        self.rate = random.Random(f"{seed}/rate").randrange(1, p)  # r of exp(x) = (1 + p r)^x
+        self._roots: list[tuple[Tensor, Tensor]] = []  # (root, its square), all that were given
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self.took_log = False
+
+    # -- digits ---
+
+    def digits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x = d0 + d1 p + d2 p^2"""
+        d0 = _mod(x, self.p)
+        rest = (x - d0) / self.p
+        d1 = _mod(rest, self.p)
+        d2 = (rest - d1) / self.p
+        wrong = (d0 != d0.floor()) | (d2 < 0) | (d2 >= self.p) | (d2 != d2.floor())
+        if bool(wrong.any()):
+            raise NotExact("a value that is not finite, or was not made by the step's own ops")
+        return d0, d1, d2
+
+    def _whole(self, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
+        """c0 + c1 p + c2 p^2 of integers below 2^53."""
+        low = _mod(c0, self.N) + self.p * _mod(c1, self.p2)
+        return _mod(low + self.p2 * _mod(c2, self.p), self.N)
+
+    # -- numbers of the program ---
+
+    def number(self, value: complex) -> Tensor:
+        if isinstance(value, complex):
+            raise NotExact("a complex number")
+        if not math.isfinite(value):
+            if math.isnan(value):
+                raise NotExact("NaN")
+            return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(float(self.residue(value)), dtype=torch.float64)
+
+    def residue(self, value: float) -> int:
+        meant = rational(value)
+        root = 1
+        if isinstance(meant, tuple):
+            meant, root = meant
+        done = meant.numerator * pow(meant.denominator, -1, self.N) % self.N
+        if root > 1:
+            found = self._root_of_constant(done, root)
+            exact = Fraction(value)
+            done = found if found is not None else self.residue_of(exact)
+            if found is not None and value < 0:
+                done = self.N - done
+        return done
+
+    def residue_of(self, value: Fraction) -> int:
+        return value.numerator * pow(value.denominator, -1, self.N) % self.N
+
+    def _root_of_constant(self, square: int, root: int) -> int | None:
+        """The canonical second or fourth root of a constant, if it has one."""
+        if root == 4:
+            half = self._root_of_constant(square, 2)
+            return None if half is None else self._root_of_constant(half, 2)
+        if small := _perfect(square):
+            return small
+        found = _root_mod(square % self.p, self.p)
+        if not found:
+            return None
+        for _ in range(2):  # Newton: the digits that are right double
+            found = (found + square * pow(found, -1, self.N)) * pow(2, -1, self.N) % self.N
+        other = self.N - found
+        # of the two that one which has a root itself, so that a fourth root is a root of the root
+        return found if pow(found, (self.p - 1) // 2, self.p) == 1 else other
+
+    def lift(self, x: Tensor) -> Tensor:
+        """Floats and integers as the dyadic rationals that they are."""
+        if not x.is_floating_point():
+            return _mod_signed(x.to(torch.int64), self.N).to(torch.float64)
+        x = x.to(torch.float64)
+        mantissa, exponent = torch.frexp(torch.where(x.isfinite(), x, 0.0))
+        whole = mantissa * 2.0**53  # an integer below 2^53
+        size = _mod(whole.abs(), self.N)
+        size = torch.where((whole < 0) & (size > 0), self.N - size, size)
+        powers = self._powers_of_two[(exponent.to(torch.int64) - 53) + 1200]
+        return torch.where(x.isfinite(), self.mul(size, powers), x)
+
+    @cached_property
+    def _powers_of_two(self) -> Tensor:
+        half, values = pow(2, -1, self.N), [1]
+        for _ in range(1200):
+            values.append(values[-1] * half % self.N)
+        up = [pow(2, k, self.N) for k in range(1, 1101)]
+        return torch.tensor(values[::-1] + up, dtype=torch.float64)
+
+    def constant(self, x: float) -> float | None:
+        """The simple rational that a residue is, if it is one: by chance 1 residue in 2^26 is."""
+        if not math.isfinite(x):
+            return x
+        old, new, s_old, s_new = self.N, int(x), 0, 1
+        while new >= _SMALL**2:  # Euclid's steps until the numerator is small
+            q = old // new
+            old, new, s_old, s_new = new, old - q * new, s_new, s_old - q * s_new
+        if abs(s_new) > _SMALL:
+            return None
+        return new / s_new
+
+    def draw(self, name: str, count: int) -> Tensor:
+        """Values of a parameter: uniform, by its name and index."""
+        return self._hash(f"parameter {name}", torch.arange(count, dtype=torch.float64))
+
+    # -- arithmetic ---
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x + y
+        total = torch.where(total >= self.N, total - self.N, total)
+        infinite = ~total.isfinite()
+        if bool(infinite.any()):
+            if bool(total.isnan().any()):
+                raise NotExact("infinity minus infinity")
+            total = torch.where(infinite, x + y, total)
+        return total
+
+    def neg(self, x: Tensor) -> Tensor:
+        return torch.where(x == 0, x, torch.where(x.isfinite(), self.N - x, -x))
+
+    def bilinear(
+        self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, terms: int = 1
+    ) -> Tensor:
+        """fn(x, y), where fn is linear in each, and its elements are sums of so many products."""
+        if terms > MOST_TERMS:
+            raise NotExact(f"a sum of {terms} products, more than {MOST_TERMS}")
+        x0, x1, x2 = self.digits(x)
+        y0, y1, y2 = self.digits(y)
+        c1 = fn(x0, y1) + fn(x1, y0)
+        return self._whole(fn(x0, y0), c1, fn(x0, y2) + fn(x1, y1) + fn(x2, y0))
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.bilinear(torch.mul, x, y)
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """A root times a number is the root of another: DTensor's norms are such."""
+        done = super().product(x, y)
+        if self._roots and x.numel() != y.numel() and 1 in (x.numel(), y.numel()):
+            many, number = (x, y) if y.numel() == 1 else (y, x)
+            self._remember_scaled(many, number, done)
+        elif self._roots and x.numel() == 1:
+            self._remember_scaled(x, y, done)
+            self._remember_scaled(y, x, done)
+        return done
+
+    def _remember_scaled(self, x: Tensor, number: Tensor, product: Tensor) -> None:
+        is_root, squares = self._squares_of(x)
+        if bool(is_root.any()):
+            scaled = self.mul(squares, self.square(number))
+            self._remember(
+                product.flatten()[is_root.flatten()], scaled.flatten()[is_root.flatten()]
+            )
+
+    def _remember(self, roots: Tensor, squares: Tensor) -> None:
+        self._roots.append((roots, squares))
+        self._sorted = None
+
+    def _squares_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which elements are roots that were given, and their squares."""
+        if self._sorted is None:
+            pairs = [torch.cat(side) for side in zip(*self._roots, strict=True)]
+            order = pairs[0].argsort()
+            self._sorted = pairs[0][order], pairs[1][order]
+            self._roots = [self._sorted]
+        roots, squares = self._sorted
+        place = torch.searchsorted(roots, x.contiguous()).clamp(max=len(roots) - 1)
+        return roots[place] == x, squares[place]
+
+    def square(self, x: Tensor) -> Tensor:
+        """x * x, which of a root is what it is the root of."""
+        product = self.mul(x, x)
+        if not self._roots:
+            return product
+        return torch.where(*self._squares_of(x), product)
+
+    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
+        """fn(x), where fn adds up elements."""
+        if not bool(x.isfinite().all()):
+            raise NotExact("a sum with an infinite element")
+        c0, c1, c2 = map(fn, self.digits(x))
+        return self._whole(c0, c1, c2)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        if bool((x == 0).any()):
+            raise Unlucky("a division by zero")
+        x0 = _mod(x, self.p)
+        if bool((x0 == 0).any()):
+            raise Unlucky("a division by a multiple of p")
+        y = _inverses(self.p)[x0.to(torch.int64)]
+        two = torch.tensor(2.0, dtype=torch.float64)
+        for _ in range(2):
+            y = self.mul(y, self.add(two, self.neg(self.mul(x, y))))
+        return y
+
+    # -- functions ---
+
+    def exp(self, x: Tensor) -> Tensor:
+        """(1 + p r)^x = 1 + x p r + x (x - 1) / 2 (p r)^2; of minus infinity 0."""
+        gone = x == -math.inf
+        x = torch.where(gone, 0.0, x)
+        pr = torch.tensor(float(self.p * self.rate), dtype=torch.float64)
+        half = torch.tensor(float((self.N + 1) // 2), dtype=torch.float64)
+        one = torch.tensor(1.0, dtype=torch.float64)
+        first = self.mul(x, pr)
+        pairs = self.mul(self.mul(x, self.add(x, self.neg(one))), half)
+        done = self.add(self.add(one, first), self.mul(pairs, self.mul(pr, pr)))
+        return torch.where(gone, 0.0, done)
+
+    def log(self, x: Tensor) -> Tensor:
+        """The y below p^2 with exp(y) = x / T, T the root of unity that is x modulo p."""
+        self.took_log = True
+        gone = x == 0
+        x = torch.where(gone, 1.0, x)
+        if bool((_mod(x, self.p) == 0).any()):
+            raise Unlucky("the logarithm of a multiple of p")
+        power, e, root = x, self.p2, torch.ones_like(x)
+        while e:
+            if e & 1:
+                root = self.mul(root, power)
+            power, e = self.mul(power, power), e >> 1
+        unit = self.mul(x, self.inverse(root))  # 1 + p u
+        u = (unit - 1) / self.p  # an integer below p^2
+        r = torch.tensor(float(self.rate), dtype=torch.float64)
+        done = _mod(self.mul(self._log1(u), self.inverse(self._log1(r))), self.p2)
+        return torch.where(gone, -math.inf, done)
+
+    def _log1(self, u: Tensor) -> Tensor:
+        """log(1 + p u) / p = u - p u^2 / 2, modulo p^2."""
+        half_p = torch.tensor(float(self.p * ((self.N + 1) // 2) % self.N), dtype=torch.float64)
+        return self.add(u, self.neg(self.mul(half_p, self.mul(u, u))))
+
+    def root(self, x: Tensor) -> Tensor:
+        """Uninterpreted but for its square; of the squares of small integers the integer."""
+        small = x.sqrt().round()
+        exact = (small * small == x) & (x < 2.0**20)
+        found = torch.where(exact, small, self.opaque("sqrt", x))
+        self._remember(found.flatten(), x.flatten())
+        return found
+
+    def opaque(self, name: str, *args: Tensor) -> Tensor:
+        """A function of which nothing is known: a hash of its name and arguments."""
+        self.uninterpreted.add(name)
+        return self._hash(name, *args)
+
+    def key(self, x: Tensor) -> Tensor:
+        """Numbers that order the residues, in an order drawn at random."""
+        mixed = self._mixed("order", x) & (2**52 - 1)
+        return torch.where(x.isfinite(), mixed.to(torch.float64), x)
+
+    def pick(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(condition, x, y)
+
+    def _hash(self, name: str, *args: Tensor) -> Tensor:
+        return ((self._mixed(name, *args) & (2**63 - 1)) % self.N).to(torch.float64)
+
+    def _mixed(self, name: str, *args: Tensor) -> Tensor:
+        first, *rest = torch.broadcast_tensors(*args)
+        mixed = self._mix(first, _key_of(self.seed, name, 0))
+        for i, x in enumerate(rest, 1):
+            mixed = self._mix(x, _key_of(self.seed, name, i)) ^ (
+                mixed * _signed(0x9E3779B97F4A7C15)
+            )
+            mixed = _scramble(mixed)
+        return mixed
+
+    def _mix(self, x: Tensor, key: int) -> Tensor:
+        finite = torch.nan_to_num(x, nan=2.0**60, posinf=2.0**61, neginf=2.0**62)
+        return _scramble(finite.to(torch.int64) ^ key)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """splitmix64's last steps, twice; int64 wraps around."""
+    for _ in range(2):
+        x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+        x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+        x = x ^ _shifted(x, 31)
+    return x
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, without the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - _WORD if value >= _WORD // 2 else value
+
+
+@lru_cache(maxsize=4096)
+def _key_of(seed: int, name: str, i: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{i}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _mod(x: Tensor, m: int) -> Tensor:
+    """Of integers from 0 to 2^53. The quotient is at most one too large: it was rounded."""
+    rest = x - (x / m).floor() * m
+    return torch.where(rest < 0, rest + m, rest)
+
+
+def _mod_signed(x: Tensor, m: int) -> Tensor:
+    return torch.remainder(x, m)
+
+
+@lru_cache(maxsize=16)
+def _inverses(p: int) -> Tensor:
+    """Of 0 to p - 1 modulo p: x^(p - 2)."""
+    x = torch.arange(p, dtype=torch.float64)
+    done, power, e = torch.ones_like(x), x, p - 2
+    while e:
+        if e & 1:
+            done = _mod(done * power, p)
+        power, e = _mod(power * power, p), e >> 1
+    return done
+
+
+# -- the numbers that floats stand for ---
+
+
+@lru_cache(maxsize=4096)
+def rational(value: float) -> Fraction | tuple[Fraction, int]:
+    """What a constant is meant to be: 0.1 is 1/10 and 1 - 0.999 is 1/1000; (2, 4) is a fourth root.
+
+    >>> rational(0.1), rational(1 - 0.999), rational(2**0.25)
+    (Fraction(1, 10), Fraction(1, 1000), (Fraction(2, 1), 4))
+    """
+    exact = Fraction(value)
+    if exact.denominator <= _SHORT:
+        return exact
+    if len(f"{value!r}".partition("e")[0].replace(".", "").strip("-0")) <= 12:
+        return Fraction(repr(value))
+    if (near := _near(abs(value), _SHORT)) is not None:
+        return near if value > 0 else -near
+    for root in (2, 4):
+        if (near := _near(abs(value) ** root, 1000)) is not None:
+            return near, root
+    return exact
+
+
+def _near(value: float, most: int) -> Fraction | None:
+    near = Fraction(value).limit_denominator(most)
+    return near if near and abs(near - Fraction(value)) <= 2**-50 * max(value, 2**-3) else None
+
+
+def _perfect(square: int) -> int:
+    found = math.isqrt(square)
+    return found if found * found == square and square < 2**20 else 0
+
+
+def _root_mod(x: int, p: int) -> int:
+    """A square root modulo p = 1 mod 4, 0 if there is none (Tonelli and Shanks)."""
+    if x == 0 or pow(x, (p - 1) // 2, p) != 1:
+        return 0
+    q, s = p - 1, 0
+    while q % 2 == 0:
+        q, s = q // 2, s + 1
+    z = next(z for z in range(2, p) if pow(z, (p - 1) // 2, p) == p - 1)
+    m, c, t, found = s, pow(z, q, p), pow(x, q, p), pow(x, (q + 1) // 2, p)
+    while t != 1:
+        i, power = 0, t
+        while power != 1:
+            power, i = power * power % p, i + 1
+        b = pow(c, 1 << (m - i - 1), p)
+        m, c = i, b * b % p
+        t, found = t * c % p, found * b % p
+    return found
+
+
+@lru_cache(maxsize=1)
+def primes() -> Sequence[int]:
+    """Those from 2^16 to 2^17 modulo which 2, 3 and 5 have fourth roots, and -1 a root: what
+    attention scales by (the root of 1 / sqrt(head size)) is then a constant that can be meant."""
+    sieve = bytearray([1]) * 2**17
+    for k in range(2, 363):
+        if sieve[k]:
+            sieve[k * k :: k] = bytes(len(range(k * k, 2**17, k)))
+    fourth = lambda p: all(pow(k, (p - 1) // 4, p) == 1 for k in (2, 3, 5))  # noqa: E731
+    return [p for p in range(2**16 + 1, 2**17) if sieve[p] and p % 4 == 1 and fourth(p)]

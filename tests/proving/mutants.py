@@ -1,0 +1,108 @@
+"""Faults in the collectives of a program: the k-th one of a run is done wrong, on all its ranks."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+from fcoll.simulation import channel
+from fcoll.simulation.baton import this_rank
+
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+MOVING = ("all_gather", "all_to_all", "broadcast", "scatter", "gather")
+
+
+def skipped(op, parts, carry):
+    """Each rank has its own part for the result."""
+    for me, p in enumerate(parts):
+        for i, out in enumerate(p.outs):
+            x = p.ins[i * len(p.ins) // len(p.outs)]
+            if op == "reduce_scatter":
+                x = p.ins[i * len(parts) + me]
+            if out is not x and out.numel() == x.numel():
+                out.data.copy_(x.reshape(out.shape))
+
+
+def twice(op, parts, carry):
+    carry(op, parts)
+    if op == "all_reduce":
+        carry(op, [replace(p, ins=p.outs) for p in parts])
+    else:
+        for p in parts:  # what a second reduction of the result would add
+            carry_sum(p, parts)
+
+
+def carry_sum(part, parts):
+    algebra = this_rank().session.arithmetic
+    for out in part.outs:
+        from fcoll.reductions import REDUCTIONS
+
+        out.data.copy_(algebra.fold(REDUCTIONS["sum"], [out.detach()] * len(parts)))
+
+
+def other_op(op, parts, carry):
+    swap = {"sum": "avg", "avg": "sum", "max": "min", "min": "max"}
+    carry(op, [replace(p, reduce_op=swap[p.reduce_op]) for p in parts])
+
+
+def half(op, parts, carry):
+    """Only the first half of the group takes part: the others have what they had."""
+    n = max(1, len(parts) // 2)
+    if op == "all_reduce":
+        carry(op, parts[:n])
+        return
+    if op == "reduce_scatter":  # chunks of the first half's ranks only are summed
+        for me, p in enumerate(parts):
+            given = [q.ins[i * len(parts) + me] for q in parts[:n] for i in range(len(p.outs))]
+            for i, out in enumerate(p.outs):
+                mine = given[i :: len(p.outs)]
+                carry("all_reduce", [replace(p, ins=[x.clone()], outs=[out]) for x in mine])
+        return
+    for p in parts:  # of what is moved, the second half's is missing: the first's stands there
+        for i, out in enumerate(p.outs):
+            x = parts[i % n].ins[min(i // len(parts), len(p.ins) - 1)]
+            if x.numel() == out.numel():
+                out.data.copy_(x.reshape(out.shape))
+
+
+KINDS = {"skipped": skipped, "twice": twice, "other_op": other_op, "half": half}
+
+
+def kinds_of(op):
+    if op.removesuffix("_coalesced") in REDUCING:
+        return ("skipped", "twice", "other_op", "half")
+    return ("skipped", "half") if op.removesuffix("_coalesced") in MOVING else ()
+
+
+class Collectives:
+    """Counts the collectives of steps, on groups of more than one rank, and spoils one."""
+
+    def __init__(self, spoil=None):
+        self.spoil = spoil  # (number, kind)
+        self.seen = []
+        self.trial = None
+
+    def __call__(self, op, parts):
+        original = self.original
+        algebra = getattr(this_rank().session.arithmetic, "current", lambda: None)()
+        floats = any(x.is_floating_point() for p in parts for x in p.ins)
+        if algebra is None or len(parts) == 1 or not floats:
+            return original(op, parts)
+        if algebra is not self.trial:
+            self.trial, self.seen = algebra, []
+        self.seen.append((op, parts[0].reduce_op))
+        if self.spoil is None or self.spoil[0] != len(self.seen) - 1:
+            return original(op, parts)
+        import torch
+
+        from fcoll.simulation import _torch
+
+        with torch.no_grad(), _torch.unseen():
+            KINDS[self.spoil[1]](op.removesuffix("_coalesced"), parts, original)
+
+    @contextmanager
+    def installed(self, monkeypatch):
+        self.original = channel.carry_out
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "carry_out", self)
+            yield self

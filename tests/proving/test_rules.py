@@ -1,0 +1,331 @@
+"""Every rule against torch's op on numbers that floats compute exactly, and its test against a rule
+that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import tensor
+
+from fcoll.proving import rules
+from fcoll.proving.mode import Exact, Refused
+from fcoll.proving.ring import Ring, primes
+
+aten = torch.ops.aten
+X = tensor([[3.0, -1.0, 4.0, 2.0], [5.0, 0.5, -2.0, 8.0]])
+Y = tensor([[2.0, 4.0, -8.0, 1.0], [-1.0, 0.25, 2.0, 16.0]])
+ROWS = tensor([1, 0, 1, 2])
+MASK = tensor([True, False, True, False])
+IMAGE, KERNEL = torch.arange(32.0).view(1, 2, 4, 4) - 7, torch.arange(16.0).view(2, 2, 2, 2) - 3
+CONV = ([1, 1], [1, 0], [1, 1], False, [0, 0], 1)
+WEIGHT = tensor([1.0, 2.0, 0.5, 4.0], dtype=torch.float64)
+
+# What torch computes on floats, exactly: sums, products and quotients by powers of two.
+CASES = {
+    "add": [lambda x, y: x + y, lambda x, y: torch.add(x, y, alpha=0.5), lambda x, y: x + 2],
+    "sub": [lambda x, y: x - y, lambda x, y: torch.sub(x, y, alpha=3)],
+    "rsub": [lambda x, y: 0.5 - x],
+    "mul": [lambda x, y: x * y, lambda x, y: x * 0.25, lambda x, y: x * MASK],
+    "div": [lambda x, y: x / y, lambda x, y: x / 4, lambda x, y: ROWS / 2],
+    "pow": [
+        lambda x, y: x**2,
+        lambda x, y: x**3,
+        lambda x, y: y**-2,
+        lambda x, y: (x * x) ** 0.5 * 0 + x**5,
+        lambda x, y: x**0,
+    ],
+    "lerp": [lambda x, y: torch.lerp(x, y, 0.25)],
+    "addcmul": [lambda x, y: torch.addcmul(x, y, x, value=0.5)],
+    "addcdiv": [lambda x, y: torch.addcdiv(x, x, y, value=-2)],
+    "neg": [lambda x, y: -x],
+    "reciprocal": [lambda x, y: y.reciprocal()],
+    "sqrt": [
+        lambda x, y: (x.square() * 4).sqrt().square(),
+        lambda x, y: tensor([9.0, 16.0]).sqrt(),
+    ],
+    "expm1": [lambda x, y: torch.expm1(x * 0)],
+    "tanh_backward": [lambda x, y: aten.tanh_backward(x, y)],
+    "sigmoid_backward": [lambda x, y: aten.sigmoid_backward(x, y)],
+    "where": [lambda x, y: torch.where(MASK, x, y), lambda x, y: torch.where(MASK, x, 0.5)],
+    "masked_fill": [lambda x, y: x.masked_fill(MASK, 0.5)],
+    "eq": [lambda x, y: (x == y).double(), lambda x, y: (x == 3).double()],
+    "ne": [lambda x, y: (x != y.roll(1)).double()],
+    "isnan": [lambda x, y: x.isnan().double()],
+    "isinf": [lambda x, y: x.isinf().double()],
+    "logical_not": [lambda x, y: (x - 3).logical_not().double()],
+    "any": [lambda x, y: (x * 0).any().double(), lambda x, y: x.any().double()],
+    "all": [lambda x, y: (x - 3).all().double(), lambda x, y: x.all().double()],
+    "sum": [lambda x, y: x.sum(), lambda x, y: x.sum(1, keepdim=True), lambda x, y: x.sum([0, 1])],
+    "mean": [lambda x, y: x.mean(), lambda x, y: x.mean(0), lambda x, y: x.mean(-1, True)],
+    "var": [lambda x, y: x.var(1, correction=0), lambda x, y: x.var(1, correction=2)],
+    "var_mean": [lambda x, y: torch.var_mean(x, 1, correction=0, keepdim=True)],
+    "linalg_vector_norm": [lambda x, y: torch.linalg.vector_norm(tensor([3.0, 4.0]))],
+    "cumsum": [lambda x, y: x.cumsum(1)],
+    "index_add": [lambda x, y: x.t().contiguous().index_add(0, ROWS, y.t(), alpha=0.5)],
+    "scatter_add": [lambda x, y: x.scatter_add(1, ROWS.expand(2, 4), y)],
+    "index_put": [
+        lambda x, y: x.t().contiguous().index_put((ROWS,), y.t(), accumulate=True),
+        lambda x, y: x.index_put((tensor([0]),), y[1]),
+    ],
+    "embedding_dense_backward": [
+        lambda x, y: aten.embedding_dense_backward(x.t(), ROWS, 3, -1, False),
+        lambda x, y: aten.embedding_dense_backward(x.t(), ROWS, 3, 1, False),
+    ],
+    "mm": [lambda x, y: x @ y.t()],
+    "bmm": [lambda x, y: torch.bmm(x.unsqueeze(0), y.t().unsqueeze(0))],
+    "mv": [lambda x, y: torch.mv(x, y[0])],
+    "dot": [lambda x, y: torch.dot(x[0], y[0])],
+    "addmm": [
+        lambda x, y: torch.addmm(x[:, :2], x, y.t(), beta=0.5, alpha=2),
+        lambda x, y: F.linear(x, y, y[:, 0]),
+    ],
+    "baddbmm": [lambda x, y: torch.baddbmm(x[:1, :1, None], x.unsqueeze(0), y.t().unsqueeze(0))],
+    "addmv": [lambda x, y: torch.addmv(x[:, 0], x, y[0])],
+    "convolution": [lambda x, y: aten.convolution(IMAGE, KERNEL, x[0, :2], *CONV)],
+    "convolution_backward": [
+        lambda x, y: aten.convolution_backward(
+            torch.arange(30.0).view(1, 2, 5, 3), IMAGE, KERNEL, [2], *CONV, [True, True, True]
+        )
+    ],
+    "_softmax": [lambda x, y: (x * 0).softmax(1)],
+    "_softmax_backward_data": [lambda x, y: aten._softmax_backward_data(x, y, 1, torch.float64)],
+    "logsumexp": [lambda x, y: torch.logsumexp((x[0, 0] * 0).view(1), 0)],
+    "_log_softmax_backward_data": [
+        lambda x, y: aten._log_softmax_backward_data(x, (x * 0).log_softmax(1), 1, torch.float64)
+    ],
+    "nll_loss_forward": [
+        lambda x, y: F.nll_loss(x, ROWS[:2]),
+        lambda x, y: F.nll_loss(x, ROWS[:2], WEIGHT, ignore_index=1),
+        lambda x, y: F.nll_loss(x, ROWS[:2], reduction="sum"),
+        lambda x, y: F.nll_loss(x, ROWS[:2], WEIGHT, reduction="none"),
+    ],
+    "nll_loss_backward": [
+        lambda x, y: aten.nll_loss_backward(
+            x[0, 0], x, ROWS[:2], WEIGHT, 1, 1, tensor(0.5, dtype=torch.float64)
+        ),
+        lambda x, y: aten.nll_loss_backward(
+            x[:, 0], x, ROWS[:2], None, 0, 1, tensor(2.0, dtype=torch.float64)
+        ),
+    ],
+    "ones": [lambda x, y: torch.ones(2)],
+    "full": [lambda x, y: torch.full((2,), 0.5)],
+    "ones_like": [lambda x, y: torch.ones_like(x)],
+    "full_like": [lambda x, y: torch.full_like(x, -0.5)],
+    "new_ones": [lambda x, y: x.new_ones(3)],
+    "new_full": [lambda x, y: x.new_full((2,), 0.25)],
+    "scalar_tensor": [lambda x, y: torch.scalar_tensor(0.5, dtype=torch.float64)],
+    "fill": [lambda x, y: x.clone().fill_(-0.5)],
+    "arange": [lambda x, y: torch.arange(-1.0, 3.0)],
+    "eye": [lambda x, y: torch.eye(3)],
+    "constant_pad_nd": [lambda x, y: F.pad(x, (1, 2), value=-0.5)],
+    "nan_to_num": [lambda x, y: x.nan_to_num()],
+}
+
+
+def exact(fn, *args):
+    ring = Ring(primes()[0], 7)
+    lifted = [ring.lift(x) for x in args]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Exact(ring, 0):
+            return ring, fn(*lifted)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def results(out):
+    return [x for x in (out if isinstance(out, (tuple, list)) else [out]) if x is not None]
+
+
+def check(fn):
+    ring, got = exact(fn, X, Y)
+    want = fn(X.double(), Y.double())
+    for g, w in zip(results(got), results(want), strict=True):
+        assert g.shape == w.shape
+        assert torch.equal(g, ring.lift(w))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_floats_compute_it(name):
+    for fn in CASES[name]:
+        check(fn)
+
+
+# Rules that no rational number computes: what must hold of them.
+
+
+def holds(fn):
+    _, got = exact(fn, X, Y)
+    assert bool(got.all()) and got.numel()
+
+
+def key_of(ring_fn):
+    """A test that sees the ring itself: by what an uninterpreted function is made of."""
+
+    def run():
+        ring, got = exact(ring_fn[0], X, Y)
+        assert torch.equal(got, ring_fn[1](ring, ring.lift(X), ring.lift(Y)))
+
+    return run
+
+
+ROW = tensor([[True], [False]])
+LAWS = {
+    "std": [
+        lambda x, y: x.std(1).square() == x.var(1),
+        lambda x, y: x.std(1, correction=0) == x.var(1, correction=0).sqrt(),
+    ],
+    "linalg_vector_norm": [
+        lambda x, y: torch.linalg.vector_norm(x, dim=1).square() == (x * x).sum(1)
+    ],
+    "_softmax": [lambda x, y: x.softmax(1) * x.exp().sum(1, True) == x.exp()],
+    "_safe_softmax": [
+        lambda x, y: (
+            aten._safe_softmax(x.masked_fill(ROW, -torch.inf), 1)
+            == torch.where(ROW, 0.0, x.softmax(1))
+        )
+    ],
+    "exp": [lambda x, y: (x + y).exp() == x.exp() * y.exp(), lambda x, y: (x * 0).exp() == 1],
+    "log": [lambda x, y: x.exp().log().exp() == x.exp()],
+    "log1p": [lambda x, y: torch.log1p(x) == torch.log(1 + x)],
+    "_log_softmax": [
+        lambda x, y: x.log_softmax(1).exp() / x.log_softmax(1).exp().sum(1, True) == x.softmax(1)
+    ],
+    "maximum": [lambda x, y: torch.maximum(x, y) == torch.where(x > y, x, y)],
+    "minimum": [lambda x, y: torch.minimum(x, y) == torch.where(x < y, x, y)],
+    "fmax": [lambda x, y: torch.fmax(x, y) == torch.where(x > y, x, y)],
+    "fmin": [lambda x, y: torch.fmin(x, y) == torch.where(x < y, x, y)],
+    "gt": [lambda x, y: (x > y) == ~(x <= y)],
+    "ge": [lambda x, y: (x >= y) == ~(x < y), lambda x, y: x >= x],
+    "lt": [lambda x, y: (x < y) == (y > x)],
+    "le": [lambda x, y: (x <= y) == (y >= x), lambda x, y: x <= x],
+    "abs": [lambda x, y: x.abs() == torch.maximum(x, -x)],
+    "sgn": [lambda x, y: x.sgn() == torch.where(x > 0, 1.0, -1.0), lambda x, y: (x * 0).sgn() == 0],
+    "sign": [lambda x, y: x.sign() == x.sgn()],
+    "max": [
+        lambda x, y: x.max() >= x,
+        lambda x, y: x.max(1).values == x.gather(1, x.max(1).indices[:, None])[:, 0],
+        lambda x, y: x.max(1, keepdim=True).values >= x,
+        lambda x, y: torch.max(x, y) >= y,
+    ],
+    "min": [lambda x, y: x.min() <= x, lambda x, y: x.min(1, keepdim=True).values <= x],
+    "amax": [lambda x, y: x.amax(1, keepdim=True) >= x, lambda x, y: x.amax() == x.max()],
+    "amin": [lambda x, y: x.amin(1, keepdim=True) <= x],
+    "argmax": [lambda x, y: x.argmax(1) == x.max(1).indices],
+    "argmin": [lambda x, y: x.argmin(1) == x.min(1).indices],
+    "topk": [
+        lambda x, y: x.topk(1, 1).values[:, 0] == x.max(1).values,
+        lambda x, y: x.topk(4, 1).values == x.sort(1, descending=True).values,
+    ],
+    "sort": [
+        lambda x, y: x.sort(1).values[:, :-1] <= x.sort(1).values[:, 1:],
+        lambda x, y: x.sort(1).values[:, :1] == x.amin(1, keepdim=True),
+        lambda x, y: x.gather(1, x.sort(1).indices) == x.sort(1).values,
+    ],
+    "norm": [lambda x, y: aten.norm(x) == torch.linalg.vector_norm(x)],
+    "silu": [lambda x, y: F.silu(x) == x * x.sigmoid()],
+    "silu_backward": [
+        lambda x, y: (
+            aten.silu_backward(y, x)
+            == y * (x.sigmoid() + x * aten.sigmoid_backward(torch.ones_like(x), x.sigmoid()))
+        )
+    ],
+}
+SAME_AS = {"_unsafe_index_put": "index_put", "_index_put_impl": "index_put"}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_what_must_hold(name):
+    for fn in LAWS[name]:
+        holds(fn)
+
+
+# Uninterpreted functions: by name, settings and argument.
+
+
+def _call(name):
+    if name == "log_sigmoid_forward":
+        return lambda x, y: aten.log_sigmoid_forward(x)[0]
+    return lambda x, y: getattr(aten, name)(x)
+
+
+def _gradient(name, *settings):
+    named = " ".join([f"{name}'", *map(str, settings)])
+    return [
+        lambda x, y: getattr(aten, f"{name}_backward")(y, x, *settings),
+        lambda r, x, y: r.mul(y, r.opaque(named, x)),
+    ]
+
+
+OPAQUE = {
+    **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in rules.OPAQUE},
+    **{f"{n}_backward": _gradient(n) for n in ("gelu", "mish", "hardswish", "hardsigmoid")},
+    "softplus_backward": _gradient("softplus", 1, 20),
+    "log_sigmoid_backward": [
+        lambda x, y: aten.log_sigmoid_backward(y, x, x),
+        lambda r, x, y: r.mul(y, r.opaque("log_sigmoid_forward'", x)),
+    ],
+    "threshold_backward": [
+        lambda x, y: aten.threshold_backward(y, x, 0),
+        lambda r, x, y: r.mul(y, r.opaque("relu' 0", x)),
+    ],
+    "clamp": [lambda x, y: x.clamp(max=1.0), lambda r, x, y: r.opaque("clamp None 1.0", x)],
+    "clamp_min": [lambda x, y: x.clamp_min(2), lambda r, x, y: r.opaque("clamp 2 None", x)],
+    "clamp_max": [lambda x, y: x.clamp_max(2), lambda r, x, y: r.opaque("clamp None 2", x)],
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_uninterpreted(name):
+    key_of(OPAQUE[name])()
+
+
+def test_settings_make_another_function():
+    _, plain = exact(lambda x, y: F.gelu(x), X, Y)
+    _, other = exact(lambda x, y: F.gelu(x, approximate="tanh"), X, Y)
+    assert not torch.equal(plain, other)
+
+
+REFUSED = ("atan2", "hypot", "fmod", "remainder", "floor_divide", "xlogy")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_rule(name):
+    with pytest.raises(Refused, match=name):
+        exact(getattr(torch, name), X, Y)
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_a_wrong_rule_is_found_out(name, monkeypatch):
+    """A rule that is off by one in one element (or answers the opposite) fails its own tests."""
+    tested = SAME_AS.get(name, name)
+    if name in REFUSED:
+        return
+    tests = [lambda fn=fn: check(fn) for fn in CASES.get(tested, ())]
+    tests += [lambda fn=fn: holds(fn) for fn in LAWS.get(tested, ())]
+    tests += [key_of(OPAQUE[tested])] if tested in OPAQUE else []
+    assert tests, f"no test of the rule {name}"
+    right = rules.RULES[tested]
+
+    def wrong(a, *args, **kwargs):
+        out = right(a, *args, **kwargs)
+        if not isinstance(out, (tuple, list)):
+            return _off(out)
+        return type(out)(None if x is None else _off(x) for x in out)
+
+    monkeypatch.setitem(rules.RULES, tested, wrong)
+    with pytest.raises(Exception):  # noqa: B017
+        for test in tests:
+            test()
+
+
+def _off(x):
+    if x.dtype == torch.bool:
+        return ~x
+    if not x.is_floating_point():
+        return (x + 1) % 4
+    off = x.clone()
+    off.view(-1)[0] = torch.where(off.view(-1)[0].isfinite(), off.view(-1)[0] + 1, 1.0)
+    return off
