@@ -1,4 +1,4 @@
-"""Sharded tensors of values that need no data: each rank fills its own shards."""
+"""Making sharded tensors: of values that need no data, of ranks' shards, of one rank's tensor."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.groups import GroupLike
+from fcoll.groups import GroupLike, resolve
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
     Shard,
     ShardedTensorMetadata,
     ShardingSpec,
 )
-from fcoll.sharded.tensor import ShardedTensor
-from fcoll.sharded.validate import flat_size
+from fcoll.sharded.block_exchange import exchange
+from fcoll.sharded.errors import BadLayout, BadShards, CannotReshard, ShardsDiffer
+from fcoll.sharded.layout_agreement import gather_objects
+from fcoll.sharded.local_shards import flat_size, properties_of
+from fcoll.sharded.ops.rules import name_of, rule_of_each
+from fcoll.sharded.sharded_tensor import ShardedTensor
+from fcoll.sharded.specs import GridShardingSpec, as_process_group, box_of, layout_of, owners
+from fcoll.sharded.transfer_plan import Block, Box, Plan
 
 
 class Options(TypedDict, total=False):
@@ -119,33 +128,42 @@ def from_function(
     whole = flat_size(size if isinstance(size, tuple) else (size,))
     if options.get("dtype") is None:  # also on ranks that hold no shard
         options["dtype"] = value(*_indices([0] * len(whole), [0] * len(whole), "cpu")).dtype
-    made = empty(sharding_spec, whole, **options)
+    st = empty(sharding_spec, whole, **options)
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in st.local_shards():
             place, tensor = shard.metadata, shard.tensor
             tensor.copy_(value(*_indices(place.shard_offsets, place.shard_sizes, tensor.device)))
-    return made
+    return st
 
 
 def _indices(offsets: Sequence[int], sizes: Sequence[int], device: Any) -> list[Tensor]:
     """The indices along each dim, of which all together broadcast to the block."""
-    found = []
-    for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        shape = [1] * len(sizes)
-        shape[d] = size
-        found.append(torch.arange(offset, offset + size, device=device).view(shape))
-    return found
+    ranges = [torch.arange(a, a + n, device=device) for a, n in zip(offsets, sizes, strict=True)]
+    return list(torch.meshgrid(ranges, indexing="ij"))
 
 
 @_torch.uncompiled
 def _filled(
     spec: ShardingSpec, size: Any, options: Options, fill: Callable[[Tensor], Tensor]
 ) -> ShardedTensor:
-    made = empty(spec, *size, **options)
+    st = empty(spec, *size, **options)
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in st.local_shards():
             fill(shard.tensor)
-    return made
+    return st
+
+
+def _like(func: Callable, input: Any, *args: Any, **options: Any) -> ShardedTensor:
+    """torch.zeros_like and its like."""
+    make = globals()[name_of(func).removesuffix("_like")]
+    options = {"dtype": input.dtype, "process_group": input._process_group} | options
+    return make(input.sharding_spec(), input.size(), *args, **options)  # type: ignore[no-any-return]
+
+
+rule_of_each([torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like], _like)
+rule_of_each([torch.rand_like, torch.randn_like], _like)
+
+# -- of what each rank has ---
 
 
 @_torch.uncompiled
@@ -209,3 +227,71 @@ def from_local_tensor(
         process_group=process_group,
         init_rrefs=init_rrefs,
     )
+
+
+# -- of one rank's tensor ---
+
+
+def shard_tensor(
+    tensor: Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: GroupLike = None
+) -> ShardedTensor:
+    """Cut the tensor of rank ``src_rank`` of the group; the others' gives size and dtype.
+
+    The ranks first compare spec and source. Shards are leaves that require a gradient if the
+    tensor does.
+
+    >>> x = torch.arange(2.0 * n) + 100 * rank
+    >>> st = fcoll.sharded.shard_tensor(x, fcoll.sharded.chunk(0, n))
+    >>> torch.equal(st.local_tensor(), torch.arange(2.0) + 2 * rank)
+    True
+    """
+    g = resolve(process_group)
+    mine = {
+        "src_rank": src_rank,
+        "sharding_spec": sharding_spec,
+        "size": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "contiguous": tensor.is_contiguous(),
+    }
+    everyone = gather_objects(mine, g)
+    if not tensor.is_contiguous():
+        raise BadShards(why="input tensor is not a contiguous Tensor", hint="Use x.contiguous().")
+    for rank, theirs in zip(g.ranks, everyone, strict=True):
+        for name, value in mine.items():
+            if value != theirs[name]:
+                why = (
+                    f"{name}={value} on rank: {g.ranks[g.rank]} does not match with "
+                    f"{name}={theirs[name]} on rank: {rank}"
+                )
+                raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
+    if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own
+        return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[return-value]
+    return scatter(tensor, sharding_spec, src_rank, process_group)
+
+
+_KNOWN = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard, GridShardingSpec.shard)
+
+
+def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike) -> ShardedTensor:
+    """``shard_tensor`` of ranks that agree."""
+    pg = as_process_group(group)
+    g, properties, size = resolve(pg), properties_of(tensor), tensor.size()
+    try:
+        layout = layout_of(spec, size, properties)
+    except BadLayout as wrong:
+        hint = "A spec that leaves a part of the tensor out is not implemented yet!"
+        raise CannotReshard(why=f"shard_tensor: {wrong}", hint=hint) from wrong
+    blocks = tuple(
+        Block(rank, box_of(shard))
+        for shard, (rank, _) in zip(layout, owners(pg, layout), strict=True)
+    )
+    plan = Plan((Block(g.ranks[src_rank], Box.whole(size)),), blocks)
+    whole = tensor.detach()
+    tensors, _ = exchange(plan, g, [whole] if g.rank == src_rank else [], whole)
+    mine = [s for s, block in zip(layout, blocks, strict=True) if block.rank == dist.get_rank()]
+    shards = [
+        Shard(t.requires_grad_(tensor.requires_grad), shard)
+        for t, shard in zip(tensors, mine, strict=True)
+    ]
+    metadata = ShardedTensorMetadata(layout, size, properties)
+    return ShardedTensor._assemble(spec, metadata, shards, pg)  # type: ignore[no-any-return]

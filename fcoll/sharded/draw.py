@@ -12,8 +12,7 @@ from fcoll.sharded._torch import (
     ShardingSpec,
     ShardMetadata,
 )
-from fcoll.sharded.placements import rank_in
-from fcoll.sharded.specs import GridShardingSpec
+from fcoll.sharded.specs import GridShardingSpec, rank_in
 from fcoll.units import show_bytes
 
 MOST_ROWS, MOST_COLUMNS, MOST_TABLES = 32, 12, 8  # more than that nobody reads

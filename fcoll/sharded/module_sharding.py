@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fcoll.groups import GroupLike
 from fcoll.sharded._torch import ChunkShardingSpec, Sharder, ShardingPlan, ShardingSpec
+from fcoll.sharded.creators import shard_tensor
 from fcoll.sharded.errors import (
     BadSharderPath,
     BadShards,
@@ -15,10 +16,9 @@ from fcoll.sharded.errors import (
     PlanConflict,
     WrongKindInPlan,
 )
-from fcoll.sharded.layout import same_layout
-from fcoll.sharded.resharding import reshard
-from fcoll.sharded.scatter import shard_tensor
-from fcoll.sharded.tensor import ShardedTensor
+from fcoll.sharded.redistribution import reshard
+from fcoll.sharded.sharded_tensor import ShardedTensor
+from fcoll.sharded.shards import same_layout
 
 
 def shard_parameter(
