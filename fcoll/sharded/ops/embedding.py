@@ -189,8 +189,8 @@ def _renorm(table: Any, ids: Tensor, largest: float, p: float) -> None:
     if 1 in cut_dims(table):
         op = "max" if p == math.inf else "sum"
         norms = functions.wait_tensor(functions.all_reduce(norms, op, table.group.name))
-    norms = norms if p == math.inf else norms.pow(1 / p)
-    scale = torch.where(norms > largest, largest / (norms + EPSILON), 1.0)
+    norms = (norms if p == math.inf else norms.pow(1 / p)).double()  # as torch: the same last bit
+    scale = torch.where(norms > largest, largest / (norms + EPSILON), 1.0).to(table.dtype)
     for tensor, rows, place in parts:
         tensor.index_copy_(0, rows, tensor.index_select(0, rows) * scale[place, None])
 
