@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
+from fcoll.report.layouts import LayoutBlock, TensorLayout, layout_svg, layout_text
 from fcoll.sharded import _torch, local_shards, redistribution
 from fcoll.sharded._torch import (
     Shard,
@@ -18,13 +19,19 @@ from fcoll.sharded._torch import (
     ShardingSpec,
     TensorProperties,
 )
-from fcoll.sharded.draw import drawing, summary
 from fcoll.sharded.errors import SeveralShards
 from fcoll.sharded.io import checkpoint, pickling
 from fcoll.sharded.ops import conversion
 from fcoll.sharded.ops.rules import dispatch, unsupported
-from fcoll.sharded.picture import svg
-from fcoll.sharded.specs import as_process_group, check_layout, inferred_spec, layout_of, owners
+from fcoll.sharded.specs import (
+    as_process_group,
+    check_layout,
+    describe,
+    inferred_spec,
+    layout_of,
+    owners,
+    rank_in,
+)
 from fcoll.tracing.values import note_layout
 
 
@@ -64,7 +71,23 @@ class ShardedTensorBase(Tensor):
 
     def layout_card(self) -> dict[str, str]:
         """The layout for a report: a line of text and a picture."""
-        return {"text": summary(self._metadata, self._sharding_spec), "svg": svg(self._metadata)}
+        return {"text": self._summary(), "svg": layout_svg(self._layout())}
+
+    def _layout(self) -> TensorLayout:
+        blocks = [
+            LayoutBlock(s.shard_offsets, s.shard_sizes, str(s.placement), rank_in(s.placement))
+            for s in self._metadata.shards_metadata
+        ]
+        return TensorLayout(self._metadata.size, self._metadata.tensor_properties.dtype, blocks)
+
+    def _summary(self) -> str:
+        """``ShardedTensor(size=(8, 4), dtype=float32, chunks along dim 0, ranks 0-3)``."""
+        metadata, layout = self._metadata, self._layout()
+        dtype = str(layout.dtype).removeprefix("torch.")
+        how = describe(self._sharding_spec, len(layout.blocks))
+        grad = ", requires_grad=True" * metadata.tensor_properties.requires_grad
+        parts = f"size={tuple(metadata.size)}, dtype={dtype}, {how}, {layout.ranks()}{grad}"
+        return f"ShardedTensor({parts})"
 
     @classmethod
     def _assemble(
@@ -280,17 +303,17 @@ class ShardedTensor(ShardedTensorBase):
         return conversion.to(self, conversion.ToArguments.of(args, kwargs))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return summary(self._metadata, self._sharding_spec)
+        return self._summary()
 
     def __str__(self) -> str:
         """The layout as text: which rank holds which block."""
-        return drawing(self._metadata)
+        return layout_text(self._layout())
 
     __format__ = object.__format__
 
     def svg(self) -> str:
         """The layout as a picture."""
-        return svg(self._metadata)
+        return layout_svg(self._layout())
 
     # -- making one, by torch's names ---
 

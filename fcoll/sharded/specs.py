@@ -182,6 +182,15 @@ def _shown(box: Box | None) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in ranges)}]"
 
 
+def describe(spec: ShardingSpec, count: int) -> str:
+    """How it cuts a tensor into ``count`` shards, in a few words."""
+    if isinstance(spec, ChunkShardingSpec):
+        return f"chunks along dim {spec.dim}"
+    if isinstance(spec, GridShardingSpec):
+        return f"{'x'.join(map(str, spec.grid))} grid"
+    return f"{count} shards"
+
+
 def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
     """A chunk spec if it cuts the tensor into these shards, which have been checked, else one that
     lists them.
