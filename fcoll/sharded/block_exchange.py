@@ -19,8 +19,9 @@ def all_to_all(packed: Tensor, group: Group, outs: Sequence[int], ins: Sequence[
     """``outs[r]`` elements from each rank r of the group, for ``ins[r]`` of the flat tensor."""
     if is_fake(group) and not is_traced():  # torch's fake groups refuse ranks that send nothing
         return packed.new_zeros(sum(outs))
-    came = functions.all_to_all_single(packed, group.name, list(outs), list(ins))
-    return functions.wait_tensor(came)
+    return functions.wait_tensor(
+        functions.all_to_all_single(packed, group.name, list(outs), list(ins))
+    )
 
 
 def exchange_lists(
@@ -38,8 +39,8 @@ def exchange_lists(
     pieces = [piece.reshape(-1) for to in sent for piece in to]
     splits = [sum(piece.numel() for piece in to) for to in sent]
     packed = torch.cat([*pieces, *anchors]) if pieces or anchors else like
-    came = all_to_all(packed, group, expected, splits)
-    return came, list(came.split(list(expected)))
+    arrived = all_to_all(packed, group, expected, splits)
+    return arrived, list(arrived.split(list(expected)))
 
 
 def exchange(
@@ -86,24 +87,25 @@ def _moved(
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     me = group.ranks[group.rank]
-    mine = [i for i, held in enumerate(plan.sources) if held.rank == me]
+    mine = [i for i, block in enumerate(plan.sources) if block.rank == me]
     sources = dict(zip(mine, tensors, strict=True))
-    wanted = [i for i, held in enumerate(plan.targets) if held.rank == me]
+    wanted = [i for i, block in enumerate(plan.targets) if block.rank == me]
 
     kept, parts = plan.kept_on(me), list[BlockTransfer]()
     arrived = like.new_empty(0)
     if plan.moves:
         sent, received = dict(plan.sent_by(me)), dict(plan.received_by(me))
-        held = plan.sources[mine[0]].box if len(mine) == 1 and tensors[0].is_contiguous() else None
-        made_of = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
-        as_it_is = _lies_so(sent, kept, held, group)
-        if as_it_is or _lies_so(received, kept, made_of, group):
+        single = len(mine) == 1 and tensors[0].is_contiguous()
+        source = plan.sources[mine[0]].box if single else None
+        target = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
+        sends_memory = _is_memory_of(sent, kept, source, group)
+        if sends_memory or _is_memory_of(received, kept, target, group):
             # what stays goes along: the carrier copies it to its place, and sends it nowhere
             sent[me] = received[me] = kept
             kept = []
         parts = _in_order(received, group)
         order = _in_order(sent, group)
-        packed = tensors[0].view(-1) if as_it_is else _packed(plan, sources, order, like)
+        packed = tensors[0].view(-1) if sends_memory else _packed(plan, sources, order, like)
         splits = _sizes(received, group), _sizes(sent, group)
         arrived = all_to_all(packed, group, *splits)
     if into is None and not kept and len(wanted) == 1:
@@ -118,7 +120,9 @@ def _moved(
 _ByRank = dict[int, list[BlockTransfer]]
 
 
-def _lies_so(moved: _ByRank, kept: list[BlockTransfer], whole: Box | None, group: Group) -> bool:
+def _is_memory_of(
+    moved: _ByRank, kept: list[BlockTransfer], whole: Box | None, group: Group
+) -> bool:
     """Is what is sent or received, with what stays in between, the memory of one shard? And does
     more move than stays: else a copy of what stays costs more than it saves."""
     volume = sum(t.box.volume for transfers in moved.values() for t in transfers)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import GroupLike, resolve
@@ -24,7 +23,13 @@ from fcoll.sharded.layout_agreement import gather_objects
 from fcoll.sharded.local_shards import flat_size, properties_of
 from fcoll.sharded.ops.rules import name_of, rule_of_each
 from fcoll.sharded.sharded_tensor import ShardedTensor
-from fcoll.sharded.specs import GridShardingSpec, as_process_group, box_of, layout_of, owners
+from fcoll.sharded.specs import (
+    GridShardingSpec,
+    as_process_group,
+    blocks_on,
+    layout_of,
+    shards_here,
+)
 from fcoll.sharded.transfer_plan import Block, Box, Plan
 
 
@@ -111,10 +116,7 @@ def arange(
 
 @_torch.uncompiled
 def from_function(
-    sharding_spec: ShardingSpec,
-    size: Any,
-    value: Callable[..., Tensor],
-    **options: Unpack[Options],
+    sharding_spec: ShardingSpec, size: Any, value: Callable[..., Tensor], **options: Unpack[Options]
 ) -> ShardedTensor:
     """A tensor whose values are a function of their indices, whatever the layout.
 
@@ -138,8 +140,11 @@ def from_function(
 
 def _indices(offsets: Sequence[int], sizes: Sequence[int], device: Any) -> list[Tensor]:
     """The indices along each dim, of which all together broadcast to the block."""
-    ranges = [torch.arange(a, a + n, device=device) for a, n in zip(offsets, sizes, strict=True)]
-    return list(torch.meshgrid(ranges, indexing="ij"))
+    dims = range(len(sizes))
+    return [
+        torch.arange(a, a + n, device=device).view([n if d == dim else 1 for d in dims])
+        for dim, (a, n) in enumerate(zip(offsets, sizes, strict=True))
+    ]
 
 
 @_torch.uncompiled
@@ -163,71 +168,13 @@ def _like(func: Callable, input: Any, *args: Any, **options: Any) -> ShardedTens
 rule_of_each([torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like], _like)
 rule_of_each([torch.rand_like, torch.randn_like], _like)
 
-# -- of what each rank has ---
+# -- of what each rank has: see local_shards.py ---
 
-
-@_torch.uncompiled
-def init_from_local_shards(
-    local_shards: Sequence[Shard],
-    *global_size: Any,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """A sharded tensor of the shards that each rank has; some may have none, and pass [].
-
-    The ranks compare size, dtype, requires_grad and pinning, and that the shards cover the tensor
-    once; if not, all raise. A None in the size is recomputed: the shards are put one behind the
-    other along that dim, in rank order, whatever their offsets say.
-
-    >>> shard = fcoll.sharded.Shard.from_tensor_and_offsets(torch.ones(2, 3), [2 * rank, 0], rank)
-    >>> fcoll.sharded.init_from_local_shards([shard], 2 * n, 3).shape == (2 * n, 3)
-    True
-    >>> fcoll.sharded.init_from_local_shards([shard], None, 3).shape == (2 * n, 3)
-    True
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
-
-
-@_torch.uncompiled
-def init_from_local_shards_and_global_metadata(
-    local_shards: Sequence[Shard],
-    sharded_tensor_metadata: ShardedTensorMetadata,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
-    sharding_spec: ShardingSpec | None = None,
-) -> ShardedTensor:
-    """The same where every rank knows the metadata of all: nothing is sent, each rank checks its
-    own shards, and that all together cover the tensor once."""
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
-    )
-
-
-@_torch.uncompiled
-def from_local_tensor(
-    local_tensor: Tensor,
-    sharding_spec: ShardingSpec,
-    *global_size: Any,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """The same where the spec says which part of the whole this rank's tensor is.
-
-    >>> x = torch.full((2, 3), float(rank))
-    >>> st = fcoll.sharded.from_local_tensor(x, fcoll.sharded.chunk(0, n), 2 * n, 3)
-    >>> st.local_tensor() is x
-    True
-    """
-    return ShardedTensor._init_from_local_tensor(
-        local_tensor,
-        sharding_spec,
-        *global_size,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-    )
-
+init_from_local_shards = ShardedTensor._init_from_local_shards
+init_from_local_shards_and_global_metadata = (
+    ShardedTensor._init_from_local_shards_and_global_metadata
+)
+from_local_tensor = ShardedTensor._init_from_local_tensor
 
 # -- of one rank's tensor ---
 
@@ -281,17 +228,12 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike)
     except BadLayout as wrong:
         hint = "A spec that leaves a part of the tensor out is not implemented yet!"
         raise CannotReshard(why=f"shard_tensor: {wrong}", hint=hint) from wrong
-    blocks = tuple(
-        Block(rank, box_of(shard))
-        for shard, (rank, _) in zip(layout, owners(pg, layout), strict=True)
-    )
-    plan = Plan((Block(g.ranks[src_rank], Box.whole(size)),), blocks)
-    whole = tensor.detach()
+    whole, source = tensor.detach(), Block(g.ranks[src_rank], Box.whole(size))
+    plan = Plan((source,), blocks_on(pg, layout))
     tensors, _ = exchange(plan, g, [whole] if g.rank == src_rank else [], whole)
-    mine = [s for s, block in zip(layout, blocks, strict=True) if block.rank == dist.get_rank()]
     shards = [
-        Shard(t.requires_grad_(tensor.requires_grad), shard)
-        for t, shard in zip(tensors, mine, strict=True)
+        Shard(x.requires_grad_(tensor.requires_grad), shard)
+        for x, (shard, _) in zip(tensors, shards_here(pg, layout), strict=True)
     ]
     metadata = ShardedTensorMetadata(layout, size, properties)
     return ShardedTensor._assemble(spec, metadata, shards, pg)  # type: ignore[no-any-return]

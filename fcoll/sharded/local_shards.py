@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
+from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
     Shard,
     ShardedTensorMetadata,
@@ -31,14 +32,15 @@ from fcoll.sharded.specs import (
     check_layout,
     inferred_spec,
     layout_of,
-    owner,
     owners,
+    shards_here,
 )
 
 STRIDED = "Only torch.strided layout is currently supported"
 CONTIGUOUS = "Only torch.contiguous_format memory_format is currently supported"
 
 
+@_torch.uncompiled
 def init_from_local_shards(
     cls: Any,
     local_shards: Sequence[Shard],
@@ -46,7 +48,18 @@ def init_from_local_shards(
     process_group: GroupLike = None,
     init_rrefs: bool = False,
 ) -> Any:
-    """Ranks tell one another what they hold; all raise if that is no tensor."""
+    """A sharded tensor of the shards that each rank has; some may have none, and pass [].
+
+    The ranks compare size, dtype, requires_grad and pinning, and that the shards cover the tensor
+    once; if not, all raise. A None in the size is recomputed: the shards are put one behind the
+    other along that dim, in rank order, whatever their offsets say.
+
+    >>> shard = fcoll.sharded.Shard.from_tensor_and_offsets(torch.ones(2, 3), [2 * rank, 0], rank)
+    >>> fcoll.sharded.init_from_local_shards([shard], 2 * n, 3).shape == (2 * n, 3)
+    True
+    >>> fcoll.sharded.init_from_local_shards([shard], None, 3).shape == (2 * n, 3)
+    True
+    """
     pg = as_process_group(process_group)
     g, me = resolve(pg), dist.get_rank()
     dims = _dims(global_size)
@@ -55,8 +68,8 @@ def init_from_local_shards(
         dim = dims.index(None) if dims.count(None) == 1 else 0
         placed, size = _stacked(metadata.shards_metadata, dim)
         metadata = replace(metadata, shards_metadata=placed, size=size)
-        mine = [shard for shard in placed if owner(pg, shard.placement)[0] == me]
-        local_shards = [Shard(s.tensor, m) for s, m in zip(local_shards, mine, strict=True)]
+        mine = zip(local_shards, shards_here(pg, placed), strict=True)
+        local_shards = [Shard(shard.tensor, stacked) for shard, (stacked, _) in mine]
     check_layout(metadata.shards_metadata, metadata.size)
     spec = inferred_spec(metadata.shards_metadata, metadata.size)
     ordered = layout_of(spec, metadata.size)  # as a tensor that is made with this spec lists them
@@ -86,6 +99,7 @@ def _gathered(g: Group, find: Any) -> list[Any]:
     return [metadata for metadata, _ in everyone]
 
 
+@_torch.uncompiled
 def init_from_local_shards_and_global_metadata(
     cls: Any,
     local_shards: Sequence[Shard],
@@ -94,11 +108,12 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> Any:
-    """Every rank knows all of it: nothing is sent."""
+    """The same where every rank knows the metadata of all: nothing is sent, each rank checks its
+    own shards, and that all together cover the tensor once."""
     pg, me = as_process_group(process_group), dist.get_rank()
     shards, metadata = local_shards, sharded_tensor_metadata
     all_shards, properties = metadata.shards_metadata, metadata.tensor_properties
-    mine = [rank for rank, _ in owners(pg, all_shards)].count(me)
+    mine = len(shards_here(pg, all_shards))
     if len(shards) != mine:
         why = (
             f"Number of local shards ({len(shards)}) does not match number of local shards "
@@ -112,6 +127,7 @@ def init_from_local_shards_and_global_metadata(
     return cls._assemble(spec, metadata, list(shards), pg, init_rrefs=init_rrefs)
 
 
+@_torch.uncompiled
 def init_from_local_tensor(
     cls: Any,
     local_tensor: Tensor,
@@ -120,15 +136,20 @@ def init_from_local_tensor(
     process_group: GroupLike = None,
     init_rrefs: bool = False,
 ) -> Any:
-    """Each rank has the data of its shard: nothing is sent."""
+    """The same where the spec says which part of the whole this rank's tensor is.
+
+    >>> x = torch.full((2, 3), float(rank))
+    >>> st = fcoll.sharded.from_local_tensor(x, fcoll.sharded.chunk(0, n), 2 * n, 3)
+    >>> st.local_tensor() is x
+    True
+    """
     pg, me = as_process_group(process_group), dist.get_rank()
     if not local_tensor.is_contiguous():
         why = f"local_tensor is not a contiguous Tensor. on rank:{me}"
         raise BadShards(why=why, hint="Pass x.contiguous().")
     size, properties = flat_size(global_size), properties_of(local_tensor)
     layout = layout_of(sharding_spec, size, properties)
-    placed = zip(layout, owners(pg, layout), strict=True)
-    shards = [Shard(local_tensor, shard) for shard, (rank, _) in placed if rank == me]
+    shards = [Shard(local_tensor, shard) for shard, _ in shards_here(pg, layout)]
     if len(shards) > 1:
         raise SeveralShards(count=len(shards), rank=me)
     metadata = ShardedTensorMetadata(layout, size, properties)

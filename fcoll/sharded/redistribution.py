@@ -16,13 +16,7 @@ from fcoll import functions
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec, ShardMetadata
 from fcoll.sharded.block_exchange import assemble, exchange
-from fcoll.sharded.errors import (
-    BadGather,
-    BadLayout,
-    CannotReshard,
-    NoRemoteShards,
-    RpcRanksDiffer,
-)
+from fcoll.sharded.errors import BadGather, BadLayout, CannotReshard, NoRemoteShards, RpcRanksDiffer
 from fcoll.sharded.layout_agreement import (
     View,
     agree_on,
@@ -40,7 +34,7 @@ from fcoll.sharded.shards import (
     local_tensors,
     same_layout,
 )
-from fcoll.sharded.specs import Owner, box_of, layout_of, owners
+from fcoll.sharded.specs import blocks_on, layout_of, owners, shards_here
 from fcoll.sharded.transfer_plan import Block, Box, Plan
 
 # Do tensors with remote shards need RPC, as torch's do? So while torch's names are served.
@@ -84,21 +78,18 @@ def reshard_(st: Any, spec: ShardingSpec) -> Any:
     return st
 
 
-Placed = list[tuple[ShardMetadata, Owner]]
+def _agreed_target(st: Any, spec: ShardingSpec) -> list[ShardMetadata]:
+    """The new shards, once all ranks have found the same."""
 
-
-def _agreed_target(st: Any, spec: ShardingSpec) -> Placed:
-    """The new shards and who will hold them, once all ranks have found the same."""
-
-    def find() -> tuple[Placed, View]:
-        placed = _target(st, spec)
+    def find() -> tuple[list[ShardMetadata], View]:
+        layout = _target(st, spec)
         local_tensors(st)  # this rank has what the others count on
-        return placed, view_of(st) | view_of_layout("new shard", [shard for shard, _ in placed])
+        return layout, view_of(st) | view_of_layout("new shard", layout)
 
     return agree_on("reshard", st.group, st.device, find)
 
 
-def _target(st: Any, spec: ShardingSpec) -> Placed:
+def _target(st: Any, spec: ShardingSpec) -> list[ShardMetadata]:
     old = st._metadata
     try:
         layout = layout_of(spec, old.size, old.tensor_properties)
@@ -106,18 +97,19 @@ def _target(st: Any, spec: ShardingSpec) -> Placed:
         hint = "(torch takes no such spec at all: Only ChunkShardingSpec supported for reshard.)"
         raise CannotReshard(why=f"reshard: {wrong}", hint=hint) from wrong
     # in rank order, as torch's reshard leaves them
-    placed = zip(layout, owners(st._process_group, layout), strict=True)
-    return sorted(placed, key=lambda shard_and_owner: shard_and_owner[1][0])
+    ranks = [rank for rank, _ in owners(st._process_group, layout)]
+    return [layout[i] for i in sorted(range(len(layout)), key=ranks.__getitem__)]
 
 
-def _resharded(st: Any, placed: Placed) -> tuple[ShardedTensorMetadata, list[Shard], Tensor | None]:
-    old, me = st._metadata, dist.get_rank()
-    tensors, anchor = move_blocks(st, [Block(rank, box_of(shard)) for shard, (rank, _) in placed])
-    mine = [shard for shard, (rank, _) in placed if rank == me]
-    shards = [Shard(tensor, shard) for tensor, shard in zip(tensors, mine, strict=True)]
+def _resharded(
+    st: Any, layout: list[ShardMetadata]
+) -> tuple[ShardedTensorMetadata, list[Shard], Tensor | None]:
+    old, group = st._metadata, st._process_group
+    tensors, anchor = move_blocks(st, blocks_on(group, layout))
+    mine = zip(tensors, shards_here(group, layout), strict=True)
+    shards = [Shard(tensor, shard) for tensor, (shard, _) in mine]
     properties = replace(old.tensor_properties, requires_grad=anchor is not None)
-    metadata = ShardedTensorMetadata([shard for shard, _ in placed], old.size, properties)
-    return metadata, shards, anchor
+    return ShardedTensorMetadata(layout, old.size, properties), shards, anchor
 
 
 def move_blocks(

@@ -13,12 +13,7 @@ from torch import Tensor
 from fcoll.groups import Group, GroupLike, resolve
 from fcoll.report.layouts import LayoutBlock, TensorLayout, layout_svg, layout_text
 from fcoll.sharded import _torch, local_shards, redistribution
-from fcoll.sharded._torch import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardingSpec,
-    TensorProperties,
-)
+from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec, TensorProperties
 from fcoll.sharded.errors import SeveralShards
 from fcoll.sharded.io import checkpoint, pickling
 from fcoll.sharded.ops import conversion
@@ -31,6 +26,7 @@ from fcoll.sharded.specs import (
     layout_of,
     owners,
     rank_in,
+    shards_here,
 )
 from fcoll.tracing.values import note_layout
 
@@ -59,7 +55,8 @@ class ShardedTensorBase(Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
-        **options: Any,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
     ) -> Any:
         local_shards.check_properties(layout, memory_format)
         properties = TensorProperties(
@@ -143,11 +140,7 @@ class ShardedTensorBase(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable,
-        types: Any,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, types, args, kwargs)
 
@@ -177,31 +170,21 @@ class ShardedTensor(ShardedTensorBase):
 
     def __init__(
         self,
-        sharding_spec: ShardingSpec,
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-        memory_format: torch.memory_format = torch.contiguous_format,
+        *spec_and_size: Any,
         process_group: GroupLike = None,
         init_rrefs: bool = False,
+        **properties: Any,
     ) -> None:
         redistribution.check_rpc(init_rrefs)
         self._process_group = as_process_group(process_group)
         self._init_rrefs = init_rrefs
-        shards, properties = self._metadata.shards_metadata, self._metadata.tensor_properties
-        me = dist.get_rank()
-        for shard, (rank, device) in zip(shards, owners(self._process_group, shards), strict=True):
-            if rank == me:
-                tensor = torch.empty(
-                    shard.shard_sizes,
-                    dtype=properties.dtype,
-                    device=device,
-                    requires_grad=requires_grad,
-                    pin_memory=pin_memory,
-                )
-                self._local_shards.append(Shard(tensor, shard))
+        made = self._metadata.tensor_properties  # by __new__, of all other arguments
+        options = {"dtype": made.dtype, "requires_grad": made.requires_grad}
+        for shard, (_, device) in shards_here(self._process_group, self._metadata.shards_metadata):
+            tensor = torch.empty(
+                shard.shard_sizes, device=device, pin_memory=made.pin_memory, **options
+            )
+            self._local_shards.append(Shard(tensor, shard))
 
     # -- where it is ---
 
@@ -359,17 +342,12 @@ class ShardedTensor(ShardedTensorBase):
         *,
         spec: ShardingSpec | None = None,
         metadata: ShardedTensorMetadata | None = None,
-        anchor: Tensor | None = None,
-        agreed: bool = False,
+        **parts: Any,
     ) -> Any:
         """A tensor of these shards on the same group; spec and metadata are this one's if not
-        given. Nothing is checked."""
-        return type(self)._assemble(
-            spec or self._sharding_spec,
-            metadata or self._metadata,
-            shards,
-            self._process_group,
-            init_rrefs=self._init_rrefs,
-            anchor=anchor,
-            agreed=self._agreed if metadata is None else agreed,
-        )
+        given, ``parts`` are those of ``_assemble``. Nothing is checked."""
+        if metadata is None:
+            parts["agreed"] = self._agreed
+        spec, metadata = spec or self._sharding_spec, metadata or self._metadata
+        parts |= {"group": self._process_group, "init_rrefs": self._init_rrefs}
+        return type(self)._assemble(spec, metadata, shards, **parts)

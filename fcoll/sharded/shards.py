@@ -20,7 +20,7 @@ from fcoll.sharded._torch import (
     ShardMetadata,
 )
 from fcoll.sharded.errors import CannotReshard, CutDim, DimOutOfRange
-from fcoll.sharded.specs import box_of, inferred_spec, owners
+from fcoll.sharded.specs import blocks_on, box_of, inferred_spec
 from fcoll.sharded.transfer_plan import Block
 
 # -- what there is ---
@@ -28,9 +28,7 @@ from fcoll.sharded.transfer_plan import Block
 
 def blocks_of(st: Any) -> tuple[Block, ...]:
     """All blocks and their ranks, in the order of the metadata."""
-    shards = st._metadata.shards_metadata
-    placed = zip(shards, owners(st._process_group, shards), strict=True)
-    return tuple(Block(rank, box_of(shard)) for shard, (rank, _) in placed)
+    return blocks_on(st._process_group, st._metadata.shards_metadata)
 
 
 def local_tensors(st: Any, blocks: Sequence[Block] | None = None) -> list[Tensor]:

@@ -28,7 +28,7 @@ from fcoll.sharded._torch import (
     TensorProperties,
 )
 from fcoll.sharded.errors import BadLayout, BadPlacement, NoSuchWorker, NotSharded
-from fcoll.sharded.transfer_plan import Box, first_gap, first_overlap
+from fcoll.sharded.transfer_plan import Block, Box, first_gap, first_overlap
 
 #: A rank and the device that it keeps a shard on.
 Owner = tuple[int, torch.device]
@@ -244,6 +244,18 @@ def owners(pg: Any, shards: Sequence[ShardMetadata]) -> list[Owner]:
     """The same for all shards."""
     members = _members(pg)
     return [_owner(shard.placement, members) for shard in shards]
+
+
+def shards_here(pg: Any, shards: Sequence[ShardMetadata]) -> list[tuple[ShardMetadata, Owner]]:
+    """The shards that are placed on this rank, and where."""
+    placed = zip(shards, owners(pg, shards), strict=True)
+    return [(shard, owner) for shard, owner in placed if owner[0] == dist.get_rank()]
+
+
+def blocks_on(pg: Any, shards: Sequence[ShardMetadata]) -> tuple[Block, ...]:
+    """The shards as blocks on ranks of the group, in their order."""
+    placed = zip(shards, owners(pg, shards), strict=True)
+    return tuple(Block(rank, box_of(shard)) for shard, (rank, _) in placed)
 
 
 def rank_in(placement: Any) -> int | None:

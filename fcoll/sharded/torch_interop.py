@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,9 +48,7 @@ from fcoll.sharded.transfer_plan import Block, Box
 
 @_torch.uncompiled
 def to_dtensor(
-    st: ShardedTensor,
-    mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    st: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
     """The same tensor as a DTensor: by default on a mesh of the group's ranks, cut along the dim
     that it is cut along already (0 for other specs).
@@ -75,9 +72,9 @@ def to_dtensor(
     if missing := sorted({block.rank for block in blocks} - set(group.ranks)):
         why = f"ranks {missing} of the mesh are not in the tensor's group {list(group.ranks)}"
         raise BadMesh(why=why, hint="Make the tensor on a group with all ranks of the mesh.")
-    local = _local(st, blocks)
+    local, stride = _local(st, blocks), torch.empty(st.shape, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=st.shape, stride=_strides(st.shape)
+        local, mesh, placements, run_check=False, shape=st.shape, stride=stride
     )
 
 
@@ -182,10 +179,6 @@ def _group_of(mesh: DeviceMesh, group: GroupLike) -> Any:
     return as_process_group(group)
 
 
-def _strides(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
-
-
 # -- torch's ShardedTensor ---
 
 # torch.load reads ours with weights_only, its default
@@ -217,26 +210,25 @@ def from_torch(x: Any) -> Any:
     return x
 
 
+def _named(module: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
 #: a module below torch.distributed._shard -> its names that are ours meanwhile
 SERVED: dict[str, dict[str, Any]] = {
     "sharded_tensor.api": {"ShardedTensor": ShardedTensor, "ShardedTensorBase": ShardedTensorBase},
     "sharded_tensor": {
         "custom_sharded_op_impl": rules.sharded_op,
         "_sharded_op_impl": rules.torch_built_in,
-        "state_dict_hook": module_sharding.state_dict_hook,
-        "pre_load_state_dict_hook": module_sharding.pre_load_state_dict_hook,
-        **{
-            name: getattr(creators, name)
-            for name in ("empty", "full", "ones", "rand", "randn", "zeros")
-        },
-        "init_from_local_shards": creators.init_from_local_shards,
+        **_named(module_sharding, "state_dict_hook", "pre_load_state_dict_hook"),
+        **_named(creators, "empty", "full", "ones", "rand", "randn", "zeros"),
+        **_named(creators, "init_from_local_shards"),
     },
     "sharded_tensor.utils": {"_parse_and_validate_remote_device": specs.owner},
     "sharding_spec.api": {"custom_sharding_spec_op": rules.sharding_spec_op},
     "api": {
         "_shard_tensor": creators.shard_tensor,
-        "shard_parameter": module_sharding.shard_parameter,
-        "shard_module": module_sharding.shard_module,
+        **_named(module_sharding, "shard_parameter", "shard_module"),
         "_reshard_output": module_sharding.reshard_output,
         "_collect_local_shard": module_sharding.collect_local_shard,
         "load_with_process_group": pickling.load_with_process_group,
@@ -263,12 +255,7 @@ class ServedNames:
     def __enter__(self) -> ServedNames:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
 

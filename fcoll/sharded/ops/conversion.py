@@ -201,15 +201,16 @@ def _moved(st: Any, asked: ToArguments) -> Any:
             memory_format=asked.memory_format,
         )
 
-    layout = [_placed(shard, device) for shard in old.shards_metadata]
-    properties = replace(
-        old.tensor_properties,
-        dtype=asked.dtype,
-        requires_grad=old.tensor_properties.requires_grad and _keeps_gradient(st, asked),
-    )
-    shards = [
-        Shard(move(shard.tensor), _placed(shard.metadata, device)) for shard in st._local_shards
-    ]
+    def placed(shard: ShardMetadata) -> ShardMetadata:
+        return replace(shard, placement=_on(shard.placement, device))
+
+    layout = [placed(shard) for shard in old.shards_metadata]
+    shards = [Shard(move(shard.tensor), placed(shard.metadata)) for shard in st._local_shards]
+    properties = replace(old.tensor_properties, dtype=asked.dtype)
+    copies = asked.copy or asked.dtype != st.dtype or device != st.device
+    has_gradients = asked.dtype.is_floating_point or asked.dtype.is_complex
+    if not has_gradients or (copies and not torch.is_grad_enabled()):
+        properties.requires_grad = False
     pg = st._process_group if asked.group is None else as_process_group(asked.group)
     return type(st)._assemble(
         _spec_on(st._sharding_spec, layout, old.size, device),
@@ -219,19 +220,6 @@ def _moved(st: Any, asked: ToArguments) -> Any:
         init_rrefs=st._init_rrefs,
         anchor=None if st._anchor is None else move(st._anchor),
     )
-
-
-def _keeps_gradient(st: Any, asked: ToArguments) -> bool:
-    """Do the moved shards require a gradient where the old ones did?"""
-    assert asked.dtype is not None
-    if not (asked.dtype.is_floating_point or asked.dtype.is_complex):
-        return False
-    moves = asked.copy or asked.dtype != st.dtype or asked.device != st.device
-    return torch.is_grad_enabled() or not moves
-
-
-def _placed(shard: ShardMetadata, device: torch.device) -> ShardMetadata:
-    return replace(shard, placement=_on(shard.placement, device))
 
 
 def _on(placement: Any, device: torch.device) -> Any:
@@ -245,10 +233,8 @@ def _on(placement: Any, device: torch.device) -> Any:
 def _spec_on(
     spec: ShardingSpec, layout: list[ShardMetadata], size: torch.Size, device: torch.device
 ) -> ShardingSpec:
-    if isinstance(spec, ChunkShardingSpec):
-        return ChunkShardingSpec(spec.dim, [_on(p, device) for p in spec.placements])
-    if isinstance(spec, GridShardingSpec):
-        return GridShardingSpec(spec.grid, [_on(p, device) for p in spec.placements])
+    if isinstance(spec, (ChunkShardingSpec, GridShardingSpec)):
+        return replace(spec, placements=[_on(p, device) for p in spec.placements])
     return inferred_spec(layout, size)
 
 

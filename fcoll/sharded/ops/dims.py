@@ -15,25 +15,20 @@ from fcoll.sharded.ops.rules import name_of, rule, rule_of_each
 from fcoll.sharded.shards import check_whole, dim_of, on_each_shard, probe_of, result_of
 
 
-def _along(func: Callable, input: Any, dim: Any = None, *args: Any, **options: Any) -> Any:
+def _along(
+    func: Callable, input: Any, dim: Any = None, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
     """A function that goes along its ``dim`` and keeps the size."""
     if not isinstance(dim, int) or options.pop("out", None) is not None:
         return NotImplemented
     check_whole(name_of(func), input, dim_of(input, dim))
-    return on_each_shard(input, lambda x: func(x, dim, *args, **options))
+    options |= {} if dtype is None else {"dtype": dtype}
+    return on_each_shard(input, lambda x: func(x, dim=dim, **options))
 
 
-rule_of_each([torch.softmax, Tensor.softmax, F.softmax, F.softmin], _along)
+rule_of_each([torch.softmax, Tensor.softmax, F.softmax, F.softmin, F.normalize], _along)
 rule_of_each([torch.log_softmax, Tensor.log_softmax, F.log_softmax], _along)
 rule_of_each([torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod], _along)
-
-
-@rule(F.normalize)
-def normalize(input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    if not isinstance(dim, int) or out is not None:
-        return NotImplemented
-    check_whole("normalize", input, dim_of(input, dim))
-    return on_each_shard(input, lambda x: F.normalize(x, p, dim, eps))
 
 
 @rule(F.layer_norm)

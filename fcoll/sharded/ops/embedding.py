@@ -27,7 +27,7 @@ from fcoll.sharded import _torch
 from fcoll.sharded.block_exchange import assemble, exchange_lists
 from fcoll.sharded.errors import BadLookup, NoSuchLookup
 from fcoll.sharded.layout_agreement import check_digests, digest_of, gather_numbers, is_traced
-from fcoll.sharded.ops.rules import is_sharded, name_of, rule
+from fcoll.sharded.ops.rules import is_sharded, name_of, rule_of_each
 from fcoll.sharded.shards import anchors_of, blocks_of, cut_dims, empty_of, local_tensors
 from fcoll.sharded.specs import box_of
 from fcoll.sharded.transfer_plan import Block, Box
@@ -40,22 +40,16 @@ EVEN = (
 )
 
 
-@rule(F.embedding)
-def embedding(input: Any, weight: Any, **options: Any) -> Any:
+def _embed(func: Callable, input: Any, weight: Any, **options: Any) -> Any:
     if is_sharded(input) or not isinstance(input, Tensor):
         return NotImplemented
-    rows, places, padding = Lookup.of(F.embedding, input, weight, options).run()
-    return F.embedding(places, rows, padding_idx=padding)
-
-
-@rule(F.embedding_bag)
-def embedding_bag(input: Any, weight: Any, **options: Any) -> Any:
-    if is_sharded(input) or not isinstance(input, Tensor):
-        return NotImplemented
-    rows, places, padding = Lookup.of(F.embedding_bag, input, weight, options).run()
-    names = ("offsets", "mode", "per_sample_weights", "include_last_offset")
+    rows, places, padding = Lookup.of(func, input, weight, options).run()
+    names = ("offsets", "mode", "per_sample_weights", "include_last_offset")  # of embedding_bag
     given = {name: options[name] for name in names if options.get(name) is not None}
-    return F.embedding_bag(places, rows, padding_idx=padding, **given)
+    return func(places, rows, padding_idx=padding, **given)
+
+
+rule_of_each([F.embedding, F.embedding_bag], _embed)
 
 
 @dataclass

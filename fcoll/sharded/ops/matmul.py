@@ -11,7 +11,7 @@ input is. The other matrix is plain, or gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,20 +110,23 @@ def _widened(st: Any, tensors: list[Tensor], probe: Tensor, width: int) -> Any:
 def product(func: str, x: Tensor, st: Any, contracted: int) -> Tensor:
     """``x`` times a sharded matrix, summed over x's last dim and the matrix' dim ``contracted``."""
     kept = 1 - contracted
-    rows = _agreed(func, x, st, contracted)
+    counts, grad = _agreed_rows(func, x, st, contracted)
     g, blocks = st.group, [block for block in blocks_of(st) if block.box.volume]
     flat_x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     by_rank = [[b.box for b in blocks if b.rank == rank] for rank in g.ranks]
     mine = by_rank[g.rank]
 
-    sent = [[flat_x[:, _range(box, contracted)] for box in boxes] for boxes in by_rank]
+    sent = [
+        [flat_x.narrow(1, box.offsets[contracted], box.sizes[contracted]) for box in boxes]
+        for boxes in by_rank
+    ]
     width = sum(box.sizes[contracted] for box in mine)
-    expected = [count * width for count in rows.counts]
-    anchors = [torch.empty(0, dtype=x.dtype, device=x.device).requires_grad_()] if rows.grad else []
+    expected = [count * width for count in counts]
+    anchors = [torch.empty(0, dtype=x.dtype, device=x.device).requires_grad_()] if grad else []
     arrived, inputs = exchange_lists(g, sent, expected, flat_x.new_empty(0), anchors)
 
     tensors = [t for t in local_tensors(st) if t.numel()]
-    answers = _answers(inputs, rows.counts, mine, tensors, contracted)
+    answers = _answers(inputs, counts, mine, tensors, contracted)
     anchors = [arrived[:0], *anchors_of(st)]
     count = flat_x.shape[0]
     expected = [count * sum(box.sizes[kept] for box in boxes) for boxes in by_rank]
@@ -166,20 +169,9 @@ def _summed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: A
     return out
 
 
-def _range(box: Box, dim: int) -> slice:
-    return slice(box.offsets[dim], box.ends[dim])
-
-
-@dataclass
-class _Rows:
-    """How many rows each rank's input has, and whether a gradient goes to one of them."""
-
-    counts: list[int]
-    grad: bool
-
-
-def _agreed(func: str, x: Tensor, st: Any, contracted: int) -> _Rows:
-    """The ranks tell each other what they multiply, once all have said that it fits."""
+def _agreed_rows(func: str, x: Tensor, st: Any, contracted: int) -> tuple[list[int], bool]:
+    """How many rows each rank's input has, and whether a gradient goes to one of them, once all
+    ranks have said that theirs fits."""
     g, size = st.group, st._metadata.size
     why = hint = ""
     if x.dim() < 1 or len(size) != 2:
@@ -192,8 +184,7 @@ def _agreed(func: str, x: Tensor, st: Any, contracted: int) -> _Rows:
         why, hint = f"the input is {x.dtype}, the weight {st.dtype}", "Convert one of them."
     grad = x.requires_grad and torch.is_grad_enabled()
     count = 0 if why else x.shape[:-1].numel()
-    numbers = [count, int(not why), int(grad), digest_of(st)]
-    everyone = gather_numbers(g, numbers, st.device)
+    everyone = gather_numbers(g, [count, int(not why), int(grad), digest_of(st)], st.device)
     check_digests(func, st, [digest for *_, digest in everyone])
     if why:
         raise BadProduct(func=func, rank=g.ranks[g.rank], why=why, hint=hint)
@@ -201,4 +192,4 @@ def _agreed(func: str, x: Tensor, st: Any, contracted: int) -> _Rows:
         if not fits:
             why = "Its input does not fit the weight, so that no rank multiplies"
             raise BadProduct(func=func, rank=rank, why=why, hint="See that rank's error.")
-    return _Rows([n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone))
+    return [n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone)

@@ -9,7 +9,8 @@ gets the gradient of its own shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,42 +59,32 @@ def on_shards(func: Callable, *args: Any, **kwargs: Any) -> Any:
     if plain_written or not _broadcastable(first, values):
         return NotImplemented
 
-    def call(pick: Callable[[Any], Any]) -> Any:
-        return func(*map(pick, args), **{k: pick(v) for k, v in kwargs.items()})
+    def call(part_of: Callable[[Any], Any]) -> Any:
+        return func(*map(part_of, args), **{k: part_of(v) for k, v in kwargs.items()})
 
-    tensors = [call(_Part(box_of(shard.metadata))) for shard in first._local_shards]
-    probe = call(_Empty(first))
+    boxes = [box_of(shard.metadata) for shard in first._local_shards]
+    tensors = [call(partial(_block_at, box)) for box in boxes]
+    probe = call(partial(_empty_block, first._metadata.size))
     if not isinstance(probe, Tensor):  # torch.where(condition), for instance
         return NotImplemented
     return changed(args[0], probe) if writes else result_of(first, tensors, probe)
 
 
-class _Part:
+def _block_at(box: Box, value: Any) -> Any:
     """An argument as a shard's op takes it: of sharded ones the block at this place."""
-
-    def __init__(self, box: Box) -> None:
-        self.box = box
-
-    def __call__(self, value: Any) -> Any:
-        if not is_sharded(value):
-            return value
-        blocks = {box_of(shard.metadata): shard.tensor for shard in value._local_shards}
-        block = blocks.get(self.box)
-        return probe_of(value).reshape(self.box.sizes) if block is None else block
-
-
-class _Empty:
-    """An argument as the probe's op takes it."""
-
-    def __init__(self, st: Any) -> None:
-        self.shape = (0, *st._metadata.size[1:])
-
-    def __call__(self, value: Any) -> Any:
-        if is_sharded(value):
-            return probe_of(value)
-        if isinstance(value, Tensor) and value.dim() == len(self.shape) and value.dim():
-            return value[:0]  # a broadcast first dim: 1
+    if not is_sharded(value):
         return value
+    blocks = {box_of(shard.metadata): shard.tensor for shard in value._local_shards}
+    return blocks[box] if box in blocks else probe_of(value).reshape(box.sizes)
+
+
+def _empty_block(size: Sequence[int], value: Any) -> Any:
+    """An argument as the probe's op takes it."""
+    if is_sharded(value):
+        return probe_of(value)
+    if isinstance(value, Tensor) and value.dim() == len(size) and value.dim():
+        return value[:0]  # a broadcast first dim: 1
+    return value
 
 
 def check_same_layout(func: Callable, one: Any, other: Any) -> None:

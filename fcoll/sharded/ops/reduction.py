@@ -24,7 +24,7 @@ from fcoll.sharded.shards import check_whole, cut_dims, dim_of, probe_of, result
 
 
 @dataclass(frozen=True)
-class Reducer:
+class Combiner:
     """``local(tensor, dims, keepdim)`` of a shard; ``both`` of two such results, or of the ranks'
     stacked along dim 0 by ``all``; ``start`` is what changes nothing, for a dtype."""
 
@@ -40,27 +40,24 @@ def _product(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> T
     return x
 
 
-def _lowest(dtype: torch.dtype) -> Any:
+def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
+    """The lowest and the highest value that there is."""
     if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        return False, True
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def _highest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+SUM = Combiner(torch.sum, torch.add, torch.sum, lambda _: 0)
+PROD = Combiner(_product, torch.mul, torch.prod, lambda _: 1)
+MAX = Combiner(torch.amax, torch.maximum, torch.amax, lambda dtype: _limits(dtype)[0])
+MIN = Combiner(torch.amin, torch.minimum, torch.amin, lambda dtype: _limits(dtype)[1])
+ANY = Combiner(torch.any, torch.logical_or, torch.any, lambda _: False)
+ALL = Combiner(torch.all, torch.logical_and, torch.all, lambda _: True)
 
 
-SUM = Reducer(torch.sum, torch.add, torch.sum, lambda _: 0)
-PROD = Reducer(_product, torch.mul, torch.prod, lambda _: 1)
-MAX = Reducer(torch.amax, torch.maximum, torch.amax, _lowest)
-MIN = Reducer(torch.amin, torch.minimum, torch.amin, _highest)
-ANY = Reducer(torch.any, torch.logical_or, torch.any, lambda _: False)
-ALL = Reducer(torch.all, torch.logical_and, torch.all, lambda _: True)
-
-
-def reduced(st: Any, how: Reducer, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+def reduced(st: Any, how: Combiner, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     """The reduction over a dim, several (a tuple), or all (None)."""
     n = len(st._metadata.size)
     given = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
@@ -71,7 +68,7 @@ def reduced(st: Any, how: Reducer, dim: Any = None, keepdim: bool = False, **opt
     return _over_ranks(st, how, dims, keepdim, options)
 
 
-def _on_each_shard(st: Any, how: Reducer, dims: list[int], keepdim: bool, options: dict) -> Any:
+def _on_each_shard(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Any:
     size = _without(st._metadata.size, dims, keepdim, 1)
     if not size:
         st = _with_elements(st)
@@ -91,7 +88,7 @@ def _on_each_shard(st: Any, how: Reducer, dims: list[int], keepdim: bool, option
     )
 
 
-def _refuse_empty(st: Any, how: Reducer, dims: list[int]) -> None:
+def _refuse_empty(st: Any, how: Combiner, dims: list[int]) -> None:
     """As torch refuses a maximum of no elements."""
     if st._metadata.size.numel() == 0:
         how.local(torch.empty(st._metadata.size), dims, True)
@@ -129,7 +126,7 @@ def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: i
     return [number for d, number in pairs if d not in dims]
 
 
-def _over_ranks(st: Any, how: Reducer, dims: list[int], keepdim: bool, options: dict) -> Tensor:
+def _over_ranks(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Tensor:
     size = st._metadata.size
     check_agreement("a reduction over ranks", st)
     probe = how.local(_wide(probe_of(st), size), dims, True, **options)
@@ -154,7 +151,7 @@ def _over_ranks(st: Any, how: Reducer, dims: list[int], keepdim: bool, options: 
 
 
 def _reduce(
-    how: Reducer, input: Any, dim: Any = None, keepdim: bool = False, **options: Any
+    how: Combiner, input: Any, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Any:
     if options.pop("out", None) is not None:
         return NotImplemented
@@ -176,7 +173,7 @@ def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
 
 def _extreme(
     func: Callable,
-    how: Reducer,
+    how: Combiner,
     pairwise: Callable,
     input: Any,
     dim: Any = None,
