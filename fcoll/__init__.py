@@ -13,7 +13,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from fcoll.imports import before_import, when_imported
+from fcoll.imports import VERSION, before_import, when_imported
 
 if TYPE_CHECKING:
     from fcoll import compat, dist, errors, local, sharded, symm_mem
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fcoll.transport.backend import as_gloo
     from fcoll.transport.dumps import dump_flight_records, dump_on_signal
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def _names_of_functions() -> list[str]:

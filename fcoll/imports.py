@@ -13,6 +13,9 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
+#: fcoll's own version, which pyproject.toml has too.
+VERSION = "0.1.0"
+
 
 def when_imported(name: str, act: Callable[[], object]) -> None:
     """Call a function as soon as a module is there: now, or at the end of its first import.

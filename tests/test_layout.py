@@ -31,11 +31,10 @@ LAYERS = (
         "proving",
         "profiling",
         "report",
-        "sharded",
         "training",
     ),
-    ("__init__",),
-    ("cli",),  # and __main__, which is `python -m fcoll`
+    ("sharded",),
+    ("__init__", "cli"),  # cli: and __main__, which is `python -m fcoll`
 )
 LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-import fcoll
+from fcoll.imports import VERSION
 
 # What each command does; its function is in commands.py.
 COMMANDS = {
@@ -203,12 +203,12 @@ exit codes: 0 fine; 1 something was found; 2 it could not be told (an error, a p
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; which one was given is in ``command``."""
-    what = (fcoll.__doc__ or "").partition("\n")[0]
-    about = f"{what}\n\nSee every collective of a step before it runs: start with\n"
+    about = "Functional collectives for PyTorch: a tensor in, a new tensor out.\n\n"
+    about += "See every collective of a step before it runs: start with\n"
     about += "  fcoll report --demo llama3-8b --mesh dp=8,tp=8\n"
     raw = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser("fcoll", description=about, epilog=_CODES, formatter_class=raw)
-    made.add_argument("--version", action="version", version=f"fcoll {fcoll.__version__}")
+    made.add_argument("--version", action="version", version=f"fcoll {VERSION}")
     made.add_argument("--debug", action="store_true", help=_DEBUG)
     subparsers = made.add_subparsers(dest="command", metavar="command")
     for name, text in COMMANDS.items():

@@ -8,14 +8,6 @@ import sys as _sys
 
 from fcoll.imports import when_imported as _when_imported
 from fcoll.sharded import _torch
-from fcoll.sharded import copies as _copies  # noqa: F401  their rules
-from fcoll.sharded import embedding as _embedding  # noqa: F401
-from fcoll.sharded import initializers as _initializers  # noqa: F401
-from fcoll.sharded import pointwise as _pointwise  # noqa: F401
-from fcoll.sharded import products as _products  # noqa: F401
-from fcoll.sharded import properties as _properties  # noqa: F401
-from fcoll.sharded import reductions as _reductions  # noqa: F401
-from fcoll.sharded import shapes as _shapes  # noqa: F401
 from fcoll.sharded._torch import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -28,7 +20,6 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
-from fcoll.sharded.checkpoint import checkpoint_writer
 from fcoll.sharded.creators import (
     arange,
     empty,
@@ -40,13 +31,12 @@ from fcoll.sharded.creators import (
     ones,
     rand,
     randn,
+    shard_tensor,
     zeros,
 )
-from fcoll.sharded.dispatch import built_in as _sharded_op_impl  # noqa: F401  torch's name
-from fcoll.sharded.dispatch import sharded_op, sharding_spec_op
-from fcoll.sharded.dtensors import from_dtensor, to_dtensor
-from fcoll.sharded.files import load_files
-from fcoll.sharded.modules import (
+from fcoll.sharded.io.checkpoint import checkpoint_writer
+from fcoll.sharded.io.pickling import load_files, load_with_process_group
+from fcoll.sharded.module_sharding import (
     collect_local_shard,
     pre_load_state_dict_hook,
     reshard_output,
@@ -54,20 +44,19 @@ from fcoll.sharded.modules import (
     shard_parameter,
     state_dict_hook,
 )
-from fcoll.sharded.pickling import load_with_process_group
-from fcoll.sharded.plan import Plan
-from fcoll.sharded.resharding import reshard
-from fcoll.sharded.restoring import from_torch
-from fcoll.sharded.scatter import shard_tensor
-from fcoll.sharded.served import serve_torch
+from fcoll.sharded.ops.rules import sharded_op, sharding_spec_op
+from fcoll.sharded.ops.rules import torch_built_in as _sharded_op_impl  # noqa: F401  torch's name
+from fcoll.sharded.redistribution import reshard
+from fcoll.sharded.sharded_tensor import ShardedTensor, ShardedTensorBase
 from fcoll.sharded.specs import GridShardingSpec, chunk, grid
-from fcoll.sharded.tensor import ShardedTensor, ShardedTensorBase
+from fcoll.sharded.torch_interop import from_dtensor, from_torch, serve_torch, to_dtensor
+from fcoll.sharded.transfer_plan import Plan
 
 custom_sharded_op_impl = sharded_op  # torch's name
 _TENSOR = ShardedTensor.__module__
 
 # Plans, metadata and groups are no tensor code: compiled programs call them as they are. What
-# they do with local tensors (``st.local_tensor()`` is in tensor.py) is compiled.
+# they do with local tensors (``st.local_tensor()`` is in sharded_tensor.py) is compiled.
 _when_imported(
     _torch.DECIDES_WHAT_IS_COMPILED,
     lambda: _torch.not_compiled(

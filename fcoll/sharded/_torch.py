@@ -148,10 +148,10 @@ def rpc_rank() -> int | None:
     return rpc.get_worker_info().id if rpc._is_current_rpc_agent_set() else None
 
 
-def told_by_rpc(value: Any) -> dict[int, Any]:
-    """What each of RPC's workers says here, by rank."""
+def gathered_by_rpc(value: Any) -> dict[int, Any]:
+    """The value of each of RPC's workers, by rank."""
     ranks = {worker.name: worker.id for worker in rpc._get_current_rpc_agent().get_worker_infos()}
-    return {ranks[name]: told for name, told in rpc.api._all_gather(value).items()}
+    return {ranks[name]: theirs for name, theirs in rpc.api._all_gather(value).items()}
 
 
 def rpc_reference(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sharded tensors of values that need no data: each rank fills its own shards."""
+"""Making sharded tensors: of values that need no data, of ranks' shards, of one rank's tensor."""
 
 from __future__ import annotations
 
@@ -8,15 +8,29 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fcoll.groups import GroupLike
+from fcoll.groups import GroupLike, resolve
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
     Shard,
     ShardedTensorMetadata,
     ShardingSpec,
 )
-from fcoll.sharded.tensor import ShardedTensor
-from fcoll.sharded.validate import flat_size
+from fcoll.sharded.block_exchange import exchange
+from fcoll.sharded.errors import BadLayout, BadShards, CannotReshard, ShardsDiffer
+from fcoll.sharded.layout_agreement import gather_objects
+from fcoll.sharded.local_shards import flat_size, properties_of
+from fcoll.sharded.ops.rules import name_of, rule_of_each
+from fcoll.sharded.sharded_tensor import ShardedTensor
+from fcoll.sharded.specs import (
+    GridShardingSpec,
+    as_process_group,
+    blocks_on,
+    layout_of,
+    shards_here,
+)
+from fcoll.sharded.transfer_plan import Block, Box, Plan
 
 
 class Options(TypedDict, total=False):
@@ -102,10 +116,7 @@ def arange(
 
 @_torch.uncompiled
 def from_function(
-    sharding_spec: ShardingSpec,
-    size: Any,
-    value: Callable[..., Tensor],
-    **options: Unpack[Options],
+    sharding_spec: ShardingSpec, size: Any, value: Callable[..., Tensor], **options: Unpack[Options]
 ) -> ShardedTensor:
     """A tensor whose values are a function of their indices, whatever the layout.
 
@@ -119,93 +130,110 @@ def from_function(
     whole = flat_size(size if isinstance(size, tuple) else (size,))
     if options.get("dtype") is None:  # also on ranks that hold no shard
         options["dtype"] = value(*_indices([0] * len(whole), [0] * len(whole), "cpu")).dtype
-    made = empty(sharding_spec, whole, **options)
+    st = empty(sharding_spec, whole, **options)
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in st.local_shards():
             place, tensor = shard.metadata, shard.tensor
             tensor.copy_(value(*_indices(place.shard_offsets, place.shard_sizes, tensor.device)))
-    return made
+    return st
 
 
 def _indices(offsets: Sequence[int], sizes: Sequence[int], device: Any) -> list[Tensor]:
     """The indices along each dim, of which all together broadcast to the block."""
-    found = []
-    for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        shape = [1] * len(sizes)
-        shape[d] = size
-        found.append(torch.arange(offset, offset + size, device=device).view(shape))
-    return found
+    dims = range(len(sizes))
+    return [
+        torch.arange(a, a + n, device=device).view([n if d == dim else 1 for d in dims])
+        for dim, (a, n) in enumerate(zip(offsets, sizes, strict=True))
+    ]
 
 
 @_torch.uncompiled
 def _filled(
     spec: ShardingSpec, size: Any, options: Options, fill: Callable[[Tensor], Tensor]
 ) -> ShardedTensor:
-    made = empty(spec, *size, **options)
+    st = empty(spec, *size, **options)
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in st.local_shards():
             fill(shard.tensor)
-    return made
+    return st
 
 
-@_torch.uncompiled
-def init_from_local_shards(
-    local_shards: Sequence[Shard],
-    *global_size: Any,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
+def _like(func: Callable, input: Any, *args: Any, **options: Any) -> ShardedTensor:
+    """torch.zeros_like and its like."""
+    make = globals()[name_of(func).removesuffix("_like")]
+    options = {"dtype": input.dtype, "process_group": input._process_group} | options
+    return make(input.sharding_spec(), input.size(), *args, **options)  # type: ignore[no-any-return]
+
+
+rule_of_each([torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like], _like)
+rule_of_each([torch.rand_like, torch.randn_like], _like)
+
+# -- of what each rank has: see local_shards.py ---
+
+init_from_local_shards = ShardedTensor._init_from_local_shards
+init_from_local_shards_and_global_metadata = (
+    ShardedTensor._init_from_local_shards_and_global_metadata
+)
+from_local_tensor = ShardedTensor._init_from_local_tensor
+
+# -- of one rank's tensor ---
+
+
+def shard_tensor(
+    tensor: Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: GroupLike = None
 ) -> ShardedTensor:
-    """A sharded tensor of the shards that each rank has; some may have none, and pass [].
+    """Cut the tensor of rank ``src_rank`` of the group; the others' gives size and dtype.
 
-    The ranks compare size, dtype, requires_grad and pinning, and that the shards cover the tensor
-    once; if not, all raise. A None in the size is recomputed: the shards are put one behind the
-    other along that dim, in rank order, whatever their offsets say.
+    The ranks first compare spec and source. Shards are leaves that require a gradient if the
+    tensor does.
 
-    >>> shard = fcoll.sharded.Shard.from_tensor_and_offsets(torch.ones(2, 3), [2 * rank, 0], rank)
-    >>> fcoll.sharded.init_from_local_shards([shard], 2 * n, 3).shape == (2 * n, 3)
-    True
-    >>> fcoll.sharded.init_from_local_shards([shard], None, 3).shape == (2 * n, 3)
-    True
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
-
-
-@_torch.uncompiled
-def init_from_local_shards_and_global_metadata(
-    local_shards: Sequence[Shard],
-    sharded_tensor_metadata: ShardedTensorMetadata,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
-    sharding_spec: ShardingSpec | None = None,
-) -> ShardedTensor:
-    """The same where every rank knows the metadata of all: nothing is sent, each rank checks its
-    own shards, and that all together cover the tensor once."""
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
-    )
-
-
-@_torch.uncompiled
-def from_local_tensor(
-    local_tensor: Tensor,
-    sharding_spec: ShardingSpec,
-    *global_size: Any,
-    process_group: GroupLike = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """The same where the spec says which part of the whole this rank's tensor is.
-
-    >>> x = torch.full((2, 3), float(rank))
-    >>> st = fcoll.sharded.from_local_tensor(x, fcoll.sharded.chunk(0, n), 2 * n, 3)
-    >>> st.local_tensor() is x
+    >>> x = torch.arange(2.0 * n) + 100 * rank
+    >>> st = fcoll.sharded.shard_tensor(x, fcoll.sharded.chunk(0, n))
+    >>> torch.equal(st.local_tensor(), torch.arange(2.0) + 2 * rank)
     True
     """
-    return ShardedTensor._init_from_local_tensor(
-        local_tensor,
-        sharding_spec,
-        *global_size,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-    )
+    g = resolve(process_group)
+    mine = {
+        "src_rank": src_rank,
+        "sharding_spec": sharding_spec,
+        "size": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "contiguous": tensor.is_contiguous(),
+    }
+    everyone = gather_objects(mine, g)
+    if not tensor.is_contiguous():
+        raise BadShards(why="input tensor is not a contiguous Tensor", hint="Use x.contiguous().")
+    for rank, theirs in zip(g.ranks, everyone, strict=True):
+        for name, value in mine.items():
+            if value != theirs[name]:
+                why = (
+                    f"{name}={value} on rank: {g.ranks[g.rank]} does not match with "
+                    f"{name}={theirs[name]} on rank: {rank}"
+                )
+                raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
+    if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own
+        return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[return-value]
+    return scatter(tensor, sharding_spec, src_rank, process_group)
+
+
+_KNOWN = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard, GridShardingSpec.shard)
+
+
+def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike) -> ShardedTensor:
+    """``shard_tensor`` of ranks that agree."""
+    pg = as_process_group(group)
+    g, properties, size = resolve(pg), properties_of(tensor), tensor.size()
+    try:
+        layout = layout_of(spec, size, properties)
+    except BadLayout as wrong:
+        hint = "A spec that leaves a part of the tensor out is not implemented yet!"
+        raise CannotReshard(why=f"shard_tensor: {wrong}", hint=hint) from wrong
+    whole, source = tensor.detach(), Block(g.ranks[src_rank], Box.whole(size))
+    plan = Plan((source,), blocks_on(pg, layout))
+    tensors, _ = exchange(plan, g, [whole] if g.rank == src_rank else [], whole)
+    shards = [
+        Shard(x.requires_grad_(tensor.requires_grad), shard)
+        for x, (shard, _) in zip(tensors, shards_here(pg, layout), strict=True)
+    ]
+    metadata = ShardedTensorMetadata(layout, size, properties)
+    return ShardedTensor._assemble(spec, metadata, shards, pg)  # type: ignore[no-any-return]

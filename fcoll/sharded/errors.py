@@ -9,6 +9,18 @@ from __future__ import annotations
 from fcoll.errors import FcollError
 
 
+class Explained(FcollError):
+    """What is wrong and what to do are said where it is found."""
+
+    template = "{why}{at}. {hint}"
+
+
+class OnOneRank(FcollError):
+    """A call whose input is wrong on one rank; ``rank`` is which."""
+
+    template = "{func} on rank {rank}: {why}{at}. {hint}"
+
+
 class BadLayout(FcollError):
     """Shards that do not make up the tensor: ``shards`` are the metadata of those that clash."""
 
@@ -24,20 +36,16 @@ class NoSuchWorker(BadPlacement, RuntimeError):
     """Worker names are RPC's, which does not run."""
 
 
-class BadShards(FcollError):
+class BadShards(Explained):
     """Local shards that a tensor cannot be made of; ``rank`` is whose they are."""
 
-    template = "{why}{at}. {hint}"
 
-
-class ShardsDiffer(FcollError, RuntimeError):
+class ShardsDiffer(Explained, RuntimeError):
     """Ranks that say different things of one sharded tensor."""
 
-    template = "{why}{at}. {hint}"
 
-
-class CannotReshard(FcollError, NotImplementedError):
-    template = "{why}{at}. {hint}"
+class CannotReshard(Explained, NotImplementedError):
+    """A layout that a tensor cannot be cut into, or shards that are not those of the metadata."""
 
 
 class SeveralShards(FcollError, NotImplementedError):
@@ -105,12 +113,12 @@ class GroupAlreadySet(FcollError, RuntimeError):
     )
 
 
-class BadMesh(FcollError):
-    template = "{why}{at}. {hint}"
+class BadMesh(Explained):
+    """A mesh or placements that a DTensor and a sharded tensor cannot share."""
 
 
-class BadMove(FcollError, RuntimeError):
-    template = "{why}{at}. {hint}"
+class BadMove(Explained, RuntimeError):
+    """Wrong arguments of ``to``, ``cpu`` or ``cuda``."""
 
 
 class LayoutsDiffer(FcollError, RuntimeError):
@@ -151,10 +159,8 @@ class DimOutOfRange(FcollError, IndexError):
     )
 
 
-class BadLookup(FcollError, ValueError):
-    """An embedding that cannot be looked up; ``rank`` is whose input is wrong."""
-
-    template = "{func} on rank {rank}: {why}{at}. {hint}"
+class BadLookup(OnOneRank):
+    """An embedding that cannot be looked up."""
 
 
 class NoSuchLookup(FcollError, RuntimeError):
@@ -164,10 +170,8 @@ class NoSuchLookup(FcollError, RuntimeError):
     )
 
 
-class BadProduct(FcollError, ValueError):
-    """A product whose sizes or dtypes do not fit; ``rank`` is whose input is wrong."""
-
-    template = "{func} on rank {rank}: {why}{at}. {hint}"
+class BadProduct(OnOneRank):
+    """A product whose sizes or dtypes do not fit."""
 
 
 class NotBothSharded(FcollError, TypeError):
@@ -185,10 +189,8 @@ class NoSuchParameter(FcollError, AttributeError):
     template = "{module} has no attribute `{name}`{at}. It has {found}."
 
 
-class BadPlan(FcollError):
+class BadPlan(Explained):
     """A sharding plan that does not fit the module; nothing of it was carried out."""
-
-    template = "{why}{at}. {hint}"
 
 
 class WrongKindInPlan(BadPlan, TypeError):
@@ -203,8 +205,8 @@ class PlanConflict(BadPlan, RuntimeError):
     """A parameter below a module that a sharder takes."""
 
 
-class NoRemoteShards(FcollError, RuntimeError):
-    template = "{why}{at}. {hint}"
+class NoRemoteShards(Explained, RuntimeError):
+    """Shards of other ranks that cannot be had."""
 
 
 class RpcRanksDiffer(FcollError):

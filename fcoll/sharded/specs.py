@@ -1,4 +1,8 @@
-"""How a tensor is cut: torch's chunk and enumerable specs, and grids in any number of dims."""
+"""How a tensor is cut and who holds its shards.
+
+Specs are torch's chunk and enumerable ones, and grids in any number of dims; placements are
+``rank:1/cpu``, checked against a group.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fcoll.groups import GroupLike, resolve
+from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -20,9 +27,11 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
-from fcoll.sharded.boxes import Box, first_gap, first_overlap
-from fcoll.sharded.errors import BadLayout, NotSharded
-from fcoll.sharded.placements import on_ranks
+from fcoll.sharded.errors import BadLayout, BadPlacement, NoSuchWorker, NotSharded
+from fcoll.sharded.transfer_plan import Block, Box, first_gap, first_overlap
+
+#: A rank and the device that it keeps a shard on.
+Owner = tuple[int, torch.device]
 
 
 @dataclass
@@ -75,7 +84,7 @@ class GridShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        from fcoll.sharded.scatter import scatter
+        from fcoll.sharded.creators import scatter
 
         return scatter(tensor, self, src_rank, process_group)
 
@@ -173,6 +182,15 @@ def _shown(box: Box | None) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in ranges)}]"
 
 
+def describe(spec: ShardingSpec, count: int) -> str:
+    """How it cuts a tensor into ``count`` shards, in a few words."""
+    if isinstance(spec, ChunkShardingSpec):
+        return f"chunks along dim {spec.dim}"
+    if isinstance(spec, GridShardingSpec):
+        return f"{'x'.join(map(str, spec.grid))} grid"
+    return f"{count} shards"
+
+
 def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
     """A chunk spec if it cuts the tensor into these shards, which have been checked, else one that
     lists them.
@@ -192,3 +210,87 @@ def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Shard
     listed = object.__new__(EnumerableShardingSpec)  # torch's own check refuses some empty shards
     listed.shards = list(shards)
     return listed
+
+
+# -- placements ---
+
+
+def as_process_group(group: GroupLike) -> Any:
+    """The ProcessGroup of anything that names one. What new_group gives to ranks that are not in
+    the group stays as it is: they may hold a sharded tensor's metadata."""
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return group
+    if group is None and dist.is_initialized():
+        return _torch.default_group()  # also one without a name, which no collective can use
+    return resolve(group).pg
+
+
+def on_ranks(ranks: int | Iterable[int], device: str = "cpu") -> list[str | RemoteDevice]:
+    """Placements on these ranks, or on ranks 0 to n - 1.
+
+    >>> on_ranks([2, 0])
+    ['rank:2/cpu', 'rank:0/cpu']
+    """
+    ranks = range(ranks) if isinstance(ranks, int) else ranks
+    return [f"rank:{r}/{device}" for r in ranks]
+
+
+def owner(pg: Any, placement: Any) -> Owner:
+    """The global rank and the device that a placement names."""
+    return _owner(placement, _members(pg))
+
+
+def owners(pg: Any, shards: Sequence[ShardMetadata]) -> list[Owner]:
+    """The same for all shards."""
+    members = _members(pg)
+    return [_owner(shard.placement, members) for shard in shards]
+
+
+def shards_here(pg: Any, shards: Sequence[ShardMetadata]) -> list[tuple[ShardMetadata, Owner]]:
+    """The shards that are placed on this rank, and where."""
+    placed = zip(shards, owners(pg, shards), strict=True)
+    return [(shard, owner) for shard, owner in placed if owner[0] == dist.get_rank()]
+
+
+def blocks_on(pg: Any, shards: Sequence[ShardMetadata]) -> tuple[Block, ...]:
+    """The shards as blocks on ranks of the group, in their order."""
+    placed = zip(shards, owners(pg, shards), strict=True)
+    return tuple(Block(rank, box_of(shard)) for shard, (rank, _) in placed)
+
+
+def rank_in(placement: Any) -> int | None:
+    """The rank that a placement names itself, if it does."""
+    return placement.rank() if isinstance(placement, RemoteDevice) else None
+
+
+def _members(pg: Any) -> tuple[int, ...] | None:
+    """The group's global ranks; None where this rank is none of them, so cannot know."""
+    if pg is None or not _torch.is_member(pg):
+        return None
+    return tuple(dist.get_process_group_ranks(pg))
+
+
+def _owner(placement: Any, members: tuple[int, ...] | None) -> Owner:
+    if placement is None:
+        raise BadPlacement(why="its remote device is None", hint='Give one, as "rank:0/cpu"')
+    rank, worker = placement.rank(), placement.worker_name()
+    if worker is not None:
+        rank = _rank_of_worker(worker)
+    if rank is None:
+        raise BadPlacement(why=f"{placement} names no rank", hint=f"Write rank:0/{placement}.")
+    if worker is None and members is not None and rank not in members:
+        why = f"Global rank {rank} does not exist in input process group: {list(members)}"
+        raise BadPlacement(why=why, hint="Placements name global ranks of the group.")
+    return rank, placement.device()
+
+
+def _rank_of_worker(name: str) -> int:
+    hint = 'Name the rank instead, as in "rank:0/cpu".'
+    try:
+        rank = _torch.rank_of_worker(name)
+    except LookupError:
+        why = f"RPC framework needs to be initialized for using worker names: {name}"
+        raise NoSuchWorker(why=why, hint=hint) from None
+    if rank is None:
+        raise BadPlacement(why=f"Invalid worker name: {name}", hint=hint)
+    return rank

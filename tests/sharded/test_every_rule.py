@@ -14,7 +14,7 @@ from torch import Tensor
 import fcoll
 from fcoll import sharded
 from fcoll.sharded import Shard
-from fcoll.sharded.dispatch import _elementwise, name_of
+from fcoll.sharded.ops.rules import _elementwise, name_of
 
 SIZE = (5, 6)
 LAYOUTS = [sharded.chunk(0, [2, 0]), sharded.grid((2, 3), [0, 1, 2, 3, 1, 0])]

@@ -106,6 +106,19 @@ def test_embedding_bag(data):
     fcoll.simulate_ranks(check, RANKS)
 
 
+def test_rows_are_scaled_to_torchs_last_bit():
+    """Else the largest of two rows that were scaled to the same norm is another one."""
+
+    def check(rank):
+        plain = numbers((9, 6)) / 9
+        table, ids = cut(plain, sharded.chunk(1, RANKS)), torch.arange(9)
+        F.embedding(ids, table, max_norm=0.3, norm_type=math.inf)
+        F.embedding(ids, plain, max_norm=0.3, norm_type=math.inf)
+        assert torch.equal(table.all_gather(), plain)
+
+    fcoll.simulate_ranks(check, RANKS)
+
+
 def check_product(func, x, size, spec, requires_grad=True):
     plain = numbers(size).requires_grad_()
     matrix = cut(plain.detach(), spec, requires_grad=True)

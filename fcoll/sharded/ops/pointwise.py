@@ -1,4 +1,4 @@
-"""Elementwise functions: on each shard alone, without communication.
+"""Elementwise functions and nn.init: on each shard alone, without communication.
 
 Sharded arguments are cut the same way. A number or a 0-dim tensor meets every element; a plain
 tensor may be broadcast over the dims that are cut, because then it does not matter whether it is
@@ -8,19 +8,27 @@ gets the gradient of its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fcoll.sharded.boxes import Box
-from fcoll.sharded.dispatch import elementwise, is_sharded, name_of, sharded_among, unsupported
-from fcoll.sharded.errors import LayoutsDiffer
-from fcoll.sharded.layout import held
-from fcoll.sharded.results import changed, cut_dims, probe_of, result_of
+from fcoll.sharded.errors import BadInit, LayoutsDiffer
+from fcoll.sharded.ops.rules import (
+    elementwise_rule,
+    is_sharded,
+    name_of,
+    rule,
+    rule_of_each,
+    sharded_among,
+)
+from fcoll.sharded.shards import blocks_of, changed, cut_dims, probe_of, result_of
 from fcoll.sharded.specs import box_of
+from fcoll.sharded.transfer_plan import Box
 
 UNARY = """abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p
 sqrt rsqrt square reciprocal sin cos tan asin acos atan arcsin arccos arctan sinh cosh tanh asinh
@@ -40,53 +48,43 @@ FILLS = "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric
 IN_PLACE_OPERATORS = {name for name in OPERATORS.split() if name.startswith("__i")} - {"__invert__"}
 
 
-def on_shards(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def on_shards(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """``func`` of each shard, as a sharded tensor."""
-    given = list(sharded_among((*args, *kwargs.values())))
-    first = given[0]
-    for other in given[1:]:
+    values = (*args, *kwargs.values())
+    first, *others = sharded_among(values)
+    for other in others:
         check_same_layout(func, first, other)
     writes = _writes(func, kwargs)
     plain_written = kwargs.get("out") is not None or (writes and not is_sharded(args[0]))
-    if plain_written or not _broadcastable(first, (*args, *kwargs.values())):
-        raise unsupported(func, args, kwargs)
+    if plain_written or not _broadcastable(first, values):
+        return NotImplemented
 
-    def call(pick: Callable[[Any], Any]) -> Any:
-        return func(*map(pick, args), **{k: pick(v) for k, v in kwargs.items()})
+    def call(part_of: Callable[[Any], Any]) -> Any:
+        return func(*map(part_of, args), **{k: part_of(v) for k, v in kwargs.items()})
 
-    tensors = [call(_Part(box_of(shard.metadata))) for shard in first._local_shards]
-    probe = call(_Empty(first))
+    boxes = [box_of(shard.metadata) for shard in first._local_shards]
+    tensors = [call(partial(_block_at, box)) for box in boxes]
+    probe = call(partial(_empty_block, first._metadata.size))
     if not isinstance(probe, Tensor):  # torch.where(condition), for instance
-        raise unsupported(func, args, kwargs)
+        return NotImplemented
     return changed(args[0], probe) if writes else result_of(first, tensors, probe)
 
 
-class _Part:
+def _block_at(box: Box, value: Any) -> Any:
     """An argument as a shard's op takes it: of sharded ones the block at this place."""
-
-    def __init__(self, box: Box) -> None:
-        self.box = box
-
-    def __call__(self, value: Any) -> Any:
-        if not is_sharded(value):
-            return value
-        blocks = {box_of(shard.metadata): shard.tensor for shard in value._local_shards}
-        block = blocks.get(self.box)
-        return probe_of(value).reshape(self.box.sizes) if block is None else block
-
-
-class _Empty:
-    """An argument as the probe's op takes it."""
-
-    def __init__(self, st: Any) -> None:
-        self.shape = (0, *st._metadata.size[1:])
-
-    def __call__(self, value: Any) -> Any:
-        if is_sharded(value):
-            return probe_of(value)
-        if isinstance(value, Tensor) and value.dim() == len(self.shape) and value.dim():
-            return value[:0]  # a broadcast first dim: 1
+    if not is_sharded(value):
         return value
+    blocks = {box_of(shard.metadata): shard.tensor for shard in value._local_shards}
+    return blocks[box] if box in blocks else probe_of(value).reshape(box.sizes)
+
+
+def _empty_block(size: Sequence[int], value: Any) -> Any:
+    """An argument as the probe's op takes it."""
+    if is_sharded(value):
+        return probe_of(value)
+    if isinstance(value, Tensor) and value.dim() == len(size) and value.dim():
+        return value[:0]  # a broadcast first dim: 1
+    return value
 
 
 def check_same_layout(func: Callable, one: Any, other: Any) -> None:
@@ -97,7 +95,7 @@ def check_same_layout(func: Callable, one: Any, other: Any) -> None:
         raise LayoutsDiffer(func=name_of(func), why=why, hint="Expand it before sharding it.")
     if one._sharding_spec is other._sharding_spec:
         return
-    blocks = [{block for block in held(st) if block.box.volume} for st in (one, other)]
+    blocks = [{block for block in blocks_of(st) if block.box.volume} for st in (one, other)]
     if blocks[0] != blocks[1]:
         why = f"the tensors are cut in two ways, {one._sharding_spec} and {other._sharding_spec}"
         hint = "Use fcoll.sharded.reshard(b, a.sharding_spec()) in b's place."
@@ -125,24 +123,46 @@ def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:
     return in_place or name in IN_PLACE_OPERATORS or bool(kwargs.get("inplace"))
 
 
-def _register(name: str) -> None:
-    """A rule for a name wherever torch has it: as a function, a method, and both in place."""
-    places = (torch, Tensor, F)
-    found = {getattr(place, n, None) for place in places for n in (name, f"{name}_")}
-    for func in found:
-        if func is not None:
-            _rule(func)
-
-
-def _rule(func: Callable) -> None:
-    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-        return on_shards(func, args, kwargs)
-
-    elementwise(func, rule)
+def _named(name: str) -> set[Callable]:
+    """What torch has of a name: a function, a method, and both in place."""
+    found = {getattr(place, n, None) for place in (torch, Tensor, F) for n in (name, f"{name}_")}
+    return {func for func in found if func is not None}
 
 
 for _name in [*UNARY.split(), *BINARY.split()]:
-    _register(_name)
-for _name in [*OPERATORS.split(), *FILLS.split()]:
-    if hasattr(Tensor, _name):
-        _rule(getattr(Tensor, _name))
+    elementwise_rule(_named(_name), on_shards)
+elementwise_rule(
+    [getattr(Tensor, n) for n in f"{OPERATORS} {FILLS}".split() if hasattr(Tensor, n)], on_shards
+)
+
+# -- nn.init: each rank fills its own shards, by its own generator. What is not here (zeros_,
+# xavier_uniform_, kaiming_normal_, ...) calls the Tensor methods above, with the size of the whole.
+
+
+def _fill(func: Callable, tensor: Any, generator: Any = None, **values: Any) -> Any:
+    _check_given(func, values)
+    random = {} if generator is None else {"generator": generator}
+    for shard in tensor._local_shards:
+        func(shard.tensor, **values, **random)
+    return tensor
+
+
+rule_of_each([nn.init.uniform_, nn.init.normal_, nn.init.constant_], _fill)
+
+
+@rule(nn.init.kaiming_uniform_)
+def kaiming_uniform_(
+    tensor: Any, a: Any, mode: Any, nonlinearity: Any, generator: Any = None
+) -> Any:
+    """The fan is that of the whole tensor (torch takes each shard's own)."""
+    _check_given(nn.init.kaiming_uniform_, {"a": a, "mode": mode, "nonlinearity": nonlinearity})
+    rows, columns, *field = tensor._metadata.size
+    fan = math.prod(field) * {"fan_in": columns, "fan_out": rows}[mode.lower()]
+    bound = nn.init.calculate_gain(nonlinearity, a) * math.sqrt(3 / max(fan, 1))
+    return _fill(nn.init.uniform_, tensor, generator, a=-bound, b=bound)
+
+
+def _check_given(func: Callable, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is None:
+            raise BadInit(func=name_of(func), name=name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from fcoll.groups import GroupLike
 from fcoll.sharded._torch import ChunkShardingSpec, Sharder, ShardingPlan, ShardingSpec
+from fcoll.sharded.creators import shard_tensor
 from fcoll.sharded.errors import (
     BadSharderPath,
     BadShards,
@@ -15,10 +17,9 @@ from fcoll.sharded.errors import (
     PlanConflict,
     WrongKindInPlan,
 )
-from fcoll.sharded.layout import same_layout
-from fcoll.sharded.resharding import reshard
-from fcoll.sharded.scatter import shard_tensor
-from fcoll.sharded.tensor import ShardedTensor
+from fcoll.sharded.redistribution import reshard
+from fcoll.sharded.sharded_tensor import ShardedTensor
+from fcoll.sharded.shards import same_layout
 
 
 def shard_parameter(
@@ -127,15 +128,11 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
     """Cut what the module returns by this spec, if it is a sharded tensor; the module itself comes
     back, with the hook that does it."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, ShardedTensor):
-            return output
-        if same_layout(output.sharding_spec(), resharding_spec):
-            return output
-        return reshard(output, resharding_spec)
+    def change(output: ShardedTensor) -> ShardedTensor:
+        same = same_layout(output.sharding_spec(), resharding_spec)
+        return output if same else reshard(output, resharding_spec)
 
-    module.register_forward_hook(hook)
-    return module
+    return _change_output(module, change)
 
 
 def collect_local_shard(module: nn.Module) -> nn.Module:
@@ -148,13 +145,20 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     tensor([1., 1., 1.])
     """
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, ShardedTensor):
-            return output
+    def change(output: ShardedTensor) -> Tensor:
         spec, local = output.sharding_spec(), output.local_tensor()
         if isinstance(spec, ChunkShardingSpec) and local.size(spec.dim) == 1:
             return local.squeeze(spec.dim)
         return local
+
+    return _change_output(module, change)
+
+
+def _change_output(module: nn.Module, change: Callable[[ShardedTensor], Any]) -> nn.Module:
+    """The module, with a hook for outputs that are sharded tensors."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
     return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,30 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.groups import Group, GroupLike, resolve
-from fcoll.sharded import (
-    _torch,
-    checkpoint,
-    from_shards,
-    gathering,
-    moving,
-    pickling,
-    remote,
-    resharding,
-)
-from fcoll.sharded._torch import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardingSpec,
-    TensorProperties,
-)
-from fcoll.sharded.dispatch import dispatch, unsupported
-from fcoll.sharded.draw import drawing, summary
+from fcoll.report.layouts import LayoutBlock, TensorLayout, layout_svg, layout_text
+from fcoll.sharded import _torch, local_shards, redistribution
+from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec, TensorProperties
 from fcoll.sharded.errors import SeveralShards
-from fcoll.sharded.picture import svg
-from fcoll.sharded.placements import owners
-from fcoll.sharded.placements import process_group as as_process_group
-from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
-from fcoll.sharded.validate import check_properties, flat_size
+from fcoll.sharded.io import checkpoint, pickling
+from fcoll.sharded.ops import conversion
+from fcoll.sharded.ops.rules import dispatch, unsupported
+from fcoll.sharded.specs import (
+    as_process_group,
+    check_layout,
+    describe,
+    inferred_spec,
+    layout_of,
+    owners,
+    rank_in,
+    shards_here,
+)
 from fcoll.tracing.values import note_layout
 
 
@@ -62,22 +55,39 @@ class ShardedTensorBase(Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
-        **options: Any,
+        process_group: GroupLike = None,
+        init_rrefs: bool = False,
     ) -> Any:
-        check_properties(layout, memory_format)
+        local_shards.check_properties(layout, memory_format)
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
-        whole = flat_size(size)
+        whole = local_shards.flat_size(size)
         shards = layout_of(sharding_spec, whole, properties)
-        return cls._made(sharding_spec, ShardedTensorMetadata(shards, whole, properties), [])
+        return cls._assemble(sharding_spec, ShardedTensorMetadata(shards, whole, properties), [])
 
     def layout_card(self) -> dict[str, str]:
         """The layout for a report: a line of text and a picture."""
-        return {"text": summary(self._metadata, self._sharding_spec), "svg": svg(self._metadata)}
+        return {"text": self._summary(), "svg": layout_svg(self._layout())}
+
+    def _layout(self) -> TensorLayout:
+        blocks = [
+            LayoutBlock(s.shard_offsets, s.shard_sizes, str(s.placement), rank_in(s.placement))
+            for s in self._metadata.shards_metadata
+        ]
+        return TensorLayout(self._metadata.size, self._metadata.tensor_properties.dtype, blocks)
+
+    def _summary(self) -> str:
+        """``ShardedTensor(size=(8, 4), dtype=float32, chunks along dim 0, ranks 0-3)``."""
+        metadata, layout = self._metadata, self._layout()
+        dtype = str(layout.dtype).removeprefix("torch.")
+        how = describe(self._sharding_spec, len(layout.blocks))
+        grad = ", requires_grad=True" * metadata.tensor_properties.requires_grad
+        parts = f"size={tuple(metadata.size)}, dtype={dtype}, {how}, {layout.ranks()}{grad}"
+        return f"ShardedTensor({parts})"
 
     @classmethod
-    def _made(
+    def _assemble(
         cls,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
@@ -126,15 +136,11 @@ class ShardedTensorBase(Tensor):
         shards, size = sharded_tensor_metadata.shards_metadata, sharded_tensor_metadata.size
         check_layout(shards, size)
         spec = sharding_spec or inferred_spec(shards, size)
-        return ShardedTensor._made(spec, sharded_tensor_metadata, local_shards)
+        return ShardedTensor._assemble(spec, sharded_tensor_metadata, local_shards)
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable,
-        types: Any,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, types, args, kwargs)
 
@@ -164,31 +170,21 @@ class ShardedTensor(ShardedTensorBase):
 
     def __init__(
         self,
-        sharding_spec: ShardingSpec,
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-        memory_format: torch.memory_format = torch.contiguous_format,
+        *spec_and_size: Any,
         process_group: GroupLike = None,
         init_rrefs: bool = False,
+        **properties: Any,
     ) -> None:
-        remote.check_rpc(init_rrefs)
+        redistribution.check_rpc(init_rrefs)
         self._process_group = as_process_group(process_group)
         self._init_rrefs = init_rrefs
-        shards, properties = self._metadata.shards_metadata, self._metadata.tensor_properties
-        me = dist.get_rank()
-        for shard, (rank, device) in zip(shards, owners(self._process_group, shards), strict=True):
-            if rank == me:
-                tensor = torch.empty(
-                    shard.shard_sizes,
-                    dtype=properties.dtype,
-                    device=device,
-                    requires_grad=requires_grad,
-                    pin_memory=pin_memory,
-                )
-                self._local_shards.append(Shard(tensor, shard))
+        made = self._metadata.tensor_properties  # by __new__, of all other arguments
+        options = {"dtype": made.dtype, "requires_grad": made.requires_grad}
+        for shard, (_, device) in shards_here(self._process_group, self._metadata.shards_metadata):
+            tensor = torch.empty(
+                shard.shard_sizes, device=device, pin_memory=made.pin_memory, **options
+            )
+            self._local_shards.append(Shard(tensor, shard))
 
     # -- where it is ---
 
@@ -229,11 +225,11 @@ class ShardedTensor(ShardedTensorBase):
         ``dtype``: the elements are sent as this. ``enforce_dtype`` is torch's old name for sending
         them as they are, which is what happens. ``out`` gets values, no gradient.
         """
-        gathering.gather_into(self, dst, out, enforce_dtype, dtype)
+        redistribution.gather_into(self, dst, out, enforce_dtype, dtype)
 
     def all_gather(self) -> Tensor:
         """The whole tensor, on every rank. Differentiable: its gradient is summed over ranks."""
-        return gathering.all_gather(self)
+        return redistribution.all_gather(self)
 
     def remote_shards(self, ranks: Iterable[int] | None = None) -> dict[int, list[Any]]:
         """The shards of other ranks: those of each rank that holds any, or of the ranks given.
@@ -249,7 +245,7 @@ class ShardedTensor(ShardedTensorBase):
         ...     [] if rank == n - 1 else [[[2 * n - 2, 2 * n - 1]]])
         True
         """
-        return remote.remote_shards(self, ranks)
+        return redistribution.remote_shards(self, ranks)
 
     # -- another layout ---
 
@@ -258,7 +254,7 @@ class ShardedTensor(ShardedTensorBase):
 
         ``fcoll.sharded.reshard(st, spec)`` is the same as a new tensor.
         """
-        return resharding.reshard_(self, resharding_spec)
+        return redistribution.reshard_(self, resharding_spec)
 
     # -- another device, another dtype ---
 
@@ -269,7 +265,7 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """A copy in CPU memory, or itself if all shards are there; ``process_group`` is one that
         serves CPU tensors, if this tensor's does not."""
-        return moving.cpu(self, memory_format, process_group)
+        return conversion.cpu(self, memory_format, process_group)
 
     def cuda(  # type: ignore[override]
         self,
@@ -279,68 +275,36 @@ class ShardedTensor(ShardedTensorBase):
         process_group: GroupLike = None,
     ) -> ShardedTensor:
         """A tensor whose shards are on each rank's current GPU."""
-        wanted = moving.Wanted(
+        asked = conversion.ToArguments(
             non_blocking=non_blocking, memory_format=memory_format, group=process_group
         )
-        return moving.cuda(self, device, wanted)
+        return conversion.cuda(self, device, asked)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
         """``Tensor.to`` of every shard, and ``process_group`` as in ``cpu``; itself if it is so
         already."""
-        return moving.to(self, moving.Wanted.of(args, kwargs))
+        return conversion.to(self, conversion.ToArguments.of(args, kwargs))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return summary(self._metadata, self._sharding_spec)
+        return self._summary()
 
     def __str__(self) -> str:
         """The layout as text: which rank holds which block."""
-        return drawing(self._metadata)
+        return layout_text(self._layout())
 
     __format__ = object.__format__
 
     def svg(self) -> str:
         """The layout as a picture."""
-        return svg(self._metadata)
+        return layout_svg(self._layout())
 
     # -- making one, by torch's names ---
 
-    @classmethod
-    def _init_from_local_shards(
-        cls,
-        local_shards: Sequence[Shard],
-        *global_size: Any,
-        process_group: GroupLike = None,
-        init_rrefs: bool = False,
-    ) -> ShardedTensor:
-        return from_shards.from_local_shards(
-            cls, local_shards, global_size, process_group, init_rrefs
-        )
-
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]
-        cls,
-        local_shards: Sequence[Shard],
-        sharded_tensor_metadata: ShardedTensorMetadata,
-        process_group: GroupLike = None,
-        init_rrefs: bool = False,
-        sharding_spec: ShardingSpec | None = None,
-    ) -> ShardedTensor:
-        return from_shards.from_global_metadata(
-            cls, local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
-        )
-
-    @classmethod
-    def _init_from_local_tensor(
-        cls,
-        local_tensor: Tensor,
-        sharding_spec: ShardingSpec,
-        *global_size: Any,
-        process_group: GroupLike = None,
-        init_rrefs: bool = False,
-    ) -> ShardedTensor:
-        return from_shards.from_local_tensor(
-            cls, local_tensor, sharding_spec, global_size, process_group, init_rrefs
-        )
+    _init_from_local_shards = classmethod(local_shards.init_from_local_shards)
+    _init_from_local_shards_and_global_metadata = classmethod(  # type: ignore[assignment]
+        local_shards.init_from_local_shards_and_global_metadata
+    )
+    _init_from_local_tensor = classmethod(local_shards.init_from_local_tensor)
 
     # -- kept, copied and loaded ---
 
@@ -356,7 +320,7 @@ class ShardedTensor(ShardedTensorBase):
         pickling.restore(self, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return pickling.copied(self, memo)
+        return pickling.deepcopied(self, memo)
 
     def __copy__(self) -> Any:
         return self._with(list(self._local_shards), anchor=self._anchor)
@@ -378,17 +342,12 @@ class ShardedTensor(ShardedTensorBase):
         *,
         spec: ShardingSpec | None = None,
         metadata: ShardedTensorMetadata | None = None,
-        anchor: Tensor | None = None,
-        agreed: bool = False,
+        **parts: Any,
     ) -> Any:
         """A tensor of these shards on the same group; spec and metadata are this one's if not
-        given. Nothing is checked."""
-        return type(self)._made(
-            spec or self._sharding_spec,
-            metadata or self._metadata,
-            shards,
-            self._process_group,
-            init_rrefs=self._init_rrefs,
-            anchor=anchor,
-            agreed=self._agreed if metadata is None else agreed,
-        )
+        given, ``parts`` are those of ``_assemble``. Nothing is checked."""
+        if metadata is None:
+            parts["agreed"] = self._agreed
+        spec, metadata = spec or self._sharding_spec, metadata or self._metadata
+        parts |= {"group": self._process_group, "init_rrefs": self._init_rrefs}
+        return type(self)._assemble(spec, metadata, shards, **parts)

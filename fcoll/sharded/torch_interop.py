@@ -1,7 +1,9 @@
-"""To DTensor and back. Both are blocks on ranks: what lies right already is not sent."""
+"""torch's other tensors of many ranks: DTensor, to and from; its own ShardedTensor as ours, and its
+names served by fcoll, so that programs written for it run on ours."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch.distributed.tensor import Shard as ShardedDim
 from torch.distributed.tensor.placement_types import Placement
 
 from fcoll.groups import GroupLike
-from fcoll.sharded import _torch
+from fcoll.ranks.patches import Patches
+from fcoll.sharded import _torch, creators, module_sharding, redistribution, specs
 from fcoll.sharded._torch import (
     ChunkShardingSpec,
     Shard,
@@ -23,24 +26,30 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
-from fcoll.sharded.agreement import agree
-from fcoll.sharded.boxes import Box
 from fcoll.sharded.errors import BadMesh
-from fcoll.sharded.exchange import exchanged
-from fcoll.sharded.layout import anchor_of, held, like, local_tensors
-from fcoll.sharded.placements import on_ranks, rank_in
-from fcoll.sharded.placements import process_group as as_process_group
-from fcoll.sharded.plan import Held, Plan
-from fcoll.sharded.resharding import reshard
-from fcoll.sharded.specs import box_of, inferred_spec, layout_of
-from fcoll.sharded.tensor import ShardedTensor
+from fcoll.sharded.io import pickling
+from fcoll.sharded.layout_agreement import check_agreement
+from fcoll.sharded.ops import rules
+from fcoll.sharded.redistribution import move_blocks, reshard
+from fcoll.sharded.sharded_tensor import ShardedTensor, ShardedTensorBase
+from fcoll.sharded.shards import blocks_of, empty_of
+from fcoll.sharded.specs import (
+    GridShardingSpec,
+    as_process_group,
+    box_of,
+    inferred_spec,
+    layout_of,
+    on_ranks,
+    rank_in,
+)
+from fcoll.sharded.transfer_plan import Block, Box
+
+# -- DTensor ---
 
 
 @_torch.uncompiled
 def to_dtensor(
-    st: ShardedTensor,
-    mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    st: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
     """The same tensor as a DTensor: by default on a mesh of the group's ranks, cut along the dim
     that it is cut along already (0 for other specs).
@@ -55,7 +64,7 @@ def to_dtensor(
     ((Shard(dim=0),), True)
     """
     group = st.group
-    agree("to_dtensor", st)
+    check_agreement("to_dtensor", st)
     if mesh is None:
         mesh = DeviceMesh.from_group(st._process_group, st.device.type)
     if placements is None:
@@ -64,9 +73,9 @@ def to_dtensor(
     if missing := sorted({block.rank for block in blocks} - set(group.ranks)):
         why = f"ranks {missing} of the mesh are not in the tensor's group {list(group.ranks)}"
         raise BadMesh(why=why, hint="Make the tensor on a group with all ranks of the mesh.")
-    local = _local(st, blocks)
+    local, stride = _local(st, blocks), torch.empty(st.shape, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=st.shape, stride=_strides(st.shape)
+        local, mesh, placements, run_check=False, shape=st.shape, stride=stride
     )
 
 
@@ -98,7 +107,7 @@ def from_dtensor(
     metadata = ShardedTensorMetadata(layout, x.size(), properties)
     pg = _group_of(x.device_mesh, process_group)
     anchor = local.reshape(-1)[:0] if tracked else None
-    st: Any = ShardedTensor._made(spec, metadata, shards, pg, anchor=anchor)
+    st: Any = ShardedTensor._assemble(spec, metadata, shards, pg, anchor=anchor)
     return st if sharding_spec is None else reshard(st, sharding_spec)
 
 
@@ -127,37 +136,31 @@ def _natural(st: ShardedTensor, mesh: DeviceMesh) -> list[Placement]:
     return [ShardedDim(dim % st.ndim) if st.ndim else Replicate()]
 
 
-def _blocks(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Held]:
+def _blocks(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Block]:
     """Which block each rank of the mesh holds."""
     if any(isinstance(placement, Partial) for placement in placements):
         why = f"a DTensor with placements {tuple(placements)} holds sums that are not made yet"
         hint = "Use Shard and Replicate; x.redistribute(placements=[Shard(0)]) makes the sums."
         raise BadMesh(why=why, hint=hint)
-    found = []
-    for coordinate in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(
-        -1, mesh.ndim
-    ):
-        place = coordinate.tolist()
-        offsets, lengths = _torch.block_of(size, mesh, place, placements)
-        found.append(Held(int(mesh.mesh[tuple(place)]), Box.of(offsets, lengths)))
-    return found
+    coordinates = itertools.product(*map(range, mesh.shape))
+    return [
+        Block(int(mesh.mesh[at]), Box.of(*_torch.block_of(size, mesh, list(at), placements)))
+        for at in coordinates
+    ]
 
 
-def _local(st: ShardedTensor, wanted: list[Held]) -> Tensor:
+def _local(st: ShardedTensor, targets: list[Block]) -> Tensor:
     """This rank's block; of a rank that is not in the mesh an empty tensor."""
-    blocks, me = held(st), dist.get_rank()
-    tensors = local_tensors(st, blocks)
-    have = [block for block in blocks if block.box.volume]
-    want = [block for block in wanted if block.box.volume]
-    if set(have) == set(want):  # the same answer on every rank
-        found = [s.tensor for s in st._local_shards if Held(me, box_of(s.metadata)) in want]
-        if found:
-            return found[0]
-    anchor = anchor_of(st)
-    made, anchor = exchanged(Plan(blocks, tuple(wanted)), st.group, tensors, like(st), anchor)
-    if made:
-        return made[0]
-    return like(st) if anchor is None else anchor
+    me = dist.get_rank()
+    filled, wanted = ({b for b in blocks if b.box.volume} for blocks in (blocks_of(st), targets))
+    if filled == wanted:  # the same answer on every rank
+        mine = [s.tensor for s in st._local_shards if Block(me, box_of(s.metadata)) in wanted]
+        if mine:
+            return mine[0]
+    tensors, anchor = move_blocks(st, targets)
+    if tensors:
+        return tensors[0]
+    return empty_of(st) if anchor is None else anchor
 
 
 def _to_local(x: DTensor) -> Tensor:
@@ -177,5 +180,97 @@ def _group_of(mesh: DeviceMesh, group: GroupLike) -> Any:
     return as_process_group(group)
 
 
-def _strides(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
+# -- torch's ShardedTensor ---
+
+# torch.load reads ours with weights_only, its default
+torch.serialization.add_safe_globals(
+    [
+        ShardedTensor,
+        GridShardingSpec,
+        pickling.ProcessGroupState,
+        pickling.rebuilt,
+        *_torch.pickled_types(),
+    ]
+)
+
+
+def from_torch(x: Any) -> Any:
+    """Ours of torch's own ShardedTensor, on the same group and the same memory; in a state dict (a
+    dict, list or tuple) of all that are in it.
+
+    >>> fcoll.sharded.from_torch({"step": 3, "table": torch.ones(1)})  # all else stays as it is
+    {'step': 3, 'table': tensor([1.])}
+    """
+    if isinstance(x, _torch.TheirShardedTensor):
+        shards = list(x.local_shards())
+        return ShardedTensor._assemble(x.sharding_spec(), x.metadata(), shards, x._process_group)
+    if isinstance(x, dict):
+        return type(x)((key, from_torch(value)) for key, value in x.items())
+    if type(x) in (list, tuple):
+        return type(x)(from_torch(value) for value in x)
+    return x
+
+
+def _named(module: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+#: a module below torch.distributed._shard -> its names that are ours meanwhile
+SERVED: dict[str, dict[str, Any]] = {
+    "sharded_tensor.api": {"ShardedTensor": ShardedTensor, "ShardedTensorBase": ShardedTensorBase},
+    "sharded_tensor": {
+        "custom_sharded_op_impl": rules.sharded_op,
+        "_sharded_op_impl": rules.torch_built_in,
+        **_named(module_sharding, "state_dict_hook", "pre_load_state_dict_hook"),
+        **_named(creators, "empty", "full", "ones", "rand", "randn", "zeros"),
+        **_named(creators, "init_from_local_shards"),
+    },
+    "sharded_tensor.utils": {"_parse_and_validate_remote_device": specs.owner},
+    "sharding_spec.api": {"custom_sharding_spec_op": rules.sharding_spec_op},
+    "api": {
+        "_shard_tensor": creators.shard_tensor,
+        **_named(module_sharding, "shard_parameter", "shard_module"),
+        "_reshard_output": module_sharding.reshard_output,
+        "_collect_local_shard": module_sharding.collect_local_shard,
+        "load_with_process_group": pickling.load_with_process_group,
+        "_get_current_process_group": pickling.current_process_group,
+    },
+}
+
+
+class ServedNames:
+    """Names of torch that are served by fcoll, until ``stop()`` or the end of a with block."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self._rpc_needed = redistribution.rpc_needed
+        redistribution.rpc_needed = True
+
+    def stop(self) -> None:
+        """Put torch's own back."""
+        self._patches.undo()
+        redistribution.rpc_needed = self._rpc_needed
+
+    def __enter__(self) -> ServedNames:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def serve_torch() -> ServedNames:
+    """Serve the names of ``torch.distributed._shard.sharded_tensor`` by fcoll's: in torch's own
+    modules (checkpoints, FSDP) and for all that import them from now on.
+
+    >>> from torch.distributed._shard import sharded_tensor
+    >>> with fcoll.sharded.serve_torch():
+    ...     st = sharded_tensor.ones(fcoll.sharded.chunk(0, n), n, 2)
+    >>> isinstance(st, fcoll.sharded.ShardedTensor)
+    True
+    """
+    ours = {
+        (f"torch.distributed._shard.{module}", name): value
+        for module, names in SERVED.items()
+        for name, value in names.items()
+    }
+    return ServedNames(_torch.replace_everywhere(ours))

@@ -29,7 +29,7 @@ def checkpoint_writer(folder: str | PathLike[str], **options: Any) -> FileSystem
 
         dcp.save(state, storage_writer=fcoll.sharded.checkpoint_writer(folder))
     """
-    from fcoll.sharded.writer import CheckpointWriter
+    from fcoll.sharded.io.checkpoint_writer import CheckpointWriter
 
     return CheckpointWriter(folder, **options)
 

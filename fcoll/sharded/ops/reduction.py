@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.sharded._torch import ShardMetadata
-from fcoll.sharded.agreement import agree
-from fcoll.sharded.dispatch import built_in, unsupported
-from fcoll.sharded.results import cut_dims, probe_of, result_of
-from fcoll.sharded.shapes import check_whole, dim_of
+from fcoll.sharded.layout_agreement import check_agreement
+from fcoll.sharded.ops.rules import name_of, rule
+from fcoll.sharded.shards import check_whole, cut_dims, dim_of, probe_of, result_of
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Combiner:
     """``local(tensor, dims, keepdim)`` of a shard; ``both`` of two such results, or of the ranks'
     stacked along dim 0 by ``all``; ``start`` is what changes nothing, for a dtype."""
 
@@ -40,27 +40,24 @@ def _product(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> T
     return x
 
 
-def _lowest(dtype: torch.dtype) -> Any:
+def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
+    """The lowest and the highest value that there is."""
     if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        return False, True
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def _highest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+SUM = Combiner(torch.sum, torch.add, torch.sum, lambda _: 0)
+PROD = Combiner(_product, torch.mul, torch.prod, lambda _: 1)
+MAX = Combiner(torch.amax, torch.maximum, torch.amax, lambda dtype: _limits(dtype)[0])
+MIN = Combiner(torch.amin, torch.minimum, torch.amin, lambda dtype: _limits(dtype)[1])
+ANY = Combiner(torch.any, torch.logical_or, torch.any, lambda _: False)
+ALL = Combiner(torch.all, torch.logical_and, torch.all, lambda _: True)
 
 
-SUM = Reduction(torch.sum, torch.add, torch.sum, lambda _: 0)
-PROD = Reduction(_product, torch.mul, torch.prod, lambda _: 1)
-MAX = Reduction(torch.amax, torch.maximum, torch.amax, _lowest)
-MIN = Reduction(torch.amin, torch.minimum, torch.amin, _highest)
-ANY = Reduction(torch.any, torch.logical_or, torch.any, lambda _: False)
-ALL = Reduction(torch.all, torch.logical_and, torch.all, lambda _: True)
-
-
-def reduced(st: Any, how: Reduction, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+def reduced(st: Any, how: Combiner, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     """The reduction over a dim, several (a tuple), or all (None)."""
     n = len(st._metadata.size)
     given = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
@@ -71,7 +68,7 @@ def reduced(st: Any, how: Reduction, dim: Any = None, keepdim: bool = False, **o
     return _over_ranks(st, how, dims, keepdim, options)
 
 
-def _on_each_shard(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Any:
+def _on_each_shard(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Any:
     size = _without(st._metadata.size, dims, keepdim, 1)
     if not size:
         st = _with_elements(st)
@@ -91,7 +88,7 @@ def _on_each_shard(st: Any, how: Reduction, dims: list[int], keepdim: bool, opti
     )
 
 
-def _refuse_empty(st: Any, how: Reduction, dims: list[int]) -> None:
+def _refuse_empty(st: Any, how: Combiner, dims: list[int]) -> None:
     """As torch refuses a maximum of no elements."""
     if st._metadata.size.numel() == 0:
         how.local(torch.empty(st._metadata.size), dims, True)
@@ -129,9 +126,9 @@ def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: i
     return [number for d, number in pairs if d not in dims]
 
 
-def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options: dict) -> Tensor:
+def _over_ranks(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Tensor:
     size = st._metadata.size
-    agree("a reduction over ranks", st)
+    check_agreement("a reduction over ranks", st)
     probe = how.local(_wide(probe_of(st), size), dims, True, **options)
     shape = _without(size, dims, True, 1)
     part = probe.new_full(shape, how.start(probe.dtype))
@@ -153,75 +150,81 @@ def _over_ranks(st: Any, how: Reduction, dims: list[int], keepdim: bool, options
     return whole if keepdim else whole.reshape(_without(size, dims, False, 1))
 
 
-def _rule(how: Reduction, func: Callable) -> None:
-    @built_in(func)
-    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-        if kwargs.get("out") is not None or len(args) > 3:
-            raise unsupported(func, args, kwargs)
-        return reduced(args[0], how, *args[1:], **kwargs)
+def _reduce(
+    how: Combiner, input: Any, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    if options.pop("out", None) is not None:
+        return NotImplemented
+    return reduced(input, how, dim, keepdim, **options)
 
 
-for _how, _name in ((SUM, "sum"), (PROD, "prod"), (ANY, "any"), (ALL, "all")):
-    _rule(_how, getattr(torch, _name))
-    _rule(_how, getattr(Tensor, _name))
-for _how, _name in ((MAX, "amax"), (MIN, "amin")):
-    _rule(_how, getattr(torch, _name))
-    _rule(_how, getattr(Tensor, _name))
+_BY_NAME = {"sum": SUM, "prod": PROD, "any": ANY, "all": ALL, "amax": MAX, "amin": MIN}
+for _name, _how in _BY_NAME.items():
+    rule(getattr(torch, _name), getattr(Tensor, _name))(partial(_reduce, _how))
 
 
-@built_in(torch.mean, Tensor.mean)
-def mean(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-    st = args[0]
-    torch.mean(probe_of(st)[:0], dtype=kwargs.get("dtype"))  # refuses what has no mean
-    total = reduced(st, SUM, *args[1:], **kwargs)
-    return total / (st.numel() / max(total.numel(), 1))
+@rule(torch.mean, Tensor.mean)
+def mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    torch.mean(probe_of(input)[:0], dtype=dtype)  # refuses what has no mean
+    options = {} if dtype is None else {"dtype": dtype}
+    total = reduced(input, SUM, dim, keepdim, **options)
+    return total / (input.numel() / max(total.numel(), 1))
 
 
-def _extreme(func: Callable, how: Reduction, pairwise: Callable) -> None:
+def _extreme(
+    func: Callable,
+    how: Combiner,
+    pairwise: Callable,
+    input: Any,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    other: Any = None,
+) -> Any:
     """max and min: of all, of two tensors, or along a dim with the indices."""
-
-    @built_in(func)
-    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-        st, *rest = args
-        if not rest and not kwargs:
-            if st._metadata.size.numel() == 0:
-                func(torch.empty(0))  # raises
-            return reduced(st, how)
-        if isinstance((*rest, kwargs.get("other"))[0], Tensor):
-            return pairwise(*args, **kwargs)
-        dim, keepdim = (*rest, kwargs.get("dim"))[0], kwargs.get("keepdim", rest[1:] == [True])
-        if not isinstance(dim, int) or kwargs.get("out") is not None:
-            raise unsupported(func, args, kwargs)
-        dim = dim_of(st, dim)
-        values = Reduction(lambda x, d, k: func(x, d[0], k)[0], torch.add, torch.sum, bool)
-        places = Reduction(lambda x, d, k: func(x, d[0], k)[1], torch.add, torch.sum, bool)
-        _refuse_empty(st, values, [dim])
-        check_whole(func, st, dim)
-        both = [_on_each_shard(st, one, [dim], keepdim, {}) for one in (values, places)]
-        return getattr(torch.return_types, func.__name__)(both)
+    other = dim if isinstance(dim, Tensor) else other
+    if isinstance(other, Tensor):
+        return pairwise(input, other)
+    if dim is None and not keepdim:
+        if input._metadata.size.numel() == 0:
+            func(torch.empty(0))  # raises
+        return reduced(input, how)
+    if not isinstance(dim, int):
+        return NotImplemented
+    dim = dim_of(input, dim)
+    values, indices = (replace(how, local=lambda x, d, k, i=i: func(x, d[0], k)[i]) for i in (0, 1))
+    _refuse_empty(input, values, [dim])
+    check_whole(name_of(func), input, dim)
+    both = [_on_each_shard(input, one, [dim], keepdim, {}) for one in (values, indices)]
+    return getattr(torch.return_types, name_of(func))(both)
 
 
 for _place in (torch, Tensor):
-    _extreme(_place.max, MAX, torch.maximum)
-    _extreme(_place.min, MIN, torch.minimum)
+    rule(_place.max)(partial(_extreme, _place.max, MAX, torch.maximum))
+    rule(_place.min)(partial(_extreme, _place.min, MIN, torch.minimum))
 
 
-def _norm(func: Callable) -> None:
-    @built_in(func)
-    def rule(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-        """The p-norm of all elements, or along dims."""
-        names = ("p" if "p" in kwargs else "ord", "dim", "keepdim")
-        given = dict(zip(names, args[1:], strict=False)) | kwargs
-        p = given.get("p", given.get("ord", 2))
-        p = 2 if p in ("fro", None) else p
-        if not isinstance(p, (int, float)) or p <= 0 or given.get("out") is not None:
-            raise unsupported(func, args, kwargs)
-        dims = {"dim": given.get("dim"), "keepdim": given.get("keepdim", False)}
-        sizes = args[0].abs() if given.get("dtype") is None else args[0].to(given["dtype"]).abs()
-        if p == math.inf:
-            return reduced(sizes, MAX, **dims)
-        return reduced(sizes**p, SUM, **dims) ** (1 / p)
+@rule(torch.norm, Tensor.norm)
+def norm(
+    input: Any,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+) -> Any:
+    """The p-norm of all elements, or along dims."""
+    p = 2 if p in ("fro", None) else p
+    if not isinstance(p, (int, float)) or p <= 0 or out is not None:
+        return NotImplemented
+    magnitudes = input.abs() if dtype is None else input.to(dtype).abs()
+    if p == math.inf:
+        return reduced(magnitudes, MAX, dim, keepdim)
+    return reduced(magnitudes**p, SUM, dim, keepdim) ** (1 / p)
 
 
-for _func in (torch.norm, Tensor.norm, torch.linalg.vector_norm):
-    _norm(_func)
+@rule(torch.linalg.vector_norm)
+def vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return norm(x, ord, dim, keepdim, dtype=dtype)

@@ -11,76 +11,83 @@ input is. The other matrix is plain, or gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fcoll.sharded.agreement import compare, mark_of
-from fcoll.sharded.asking import swapped, told
-from fcoll.sharded.boxes import Box
-from fcoll.sharded.dispatch import built_in, is_sharded, name_of, unsupported
+from fcoll.sharded.block_exchange import assemble, exchange_lists
 from fcoll.sharded.errors import BadProduct, LayoutsDiffer
-from fcoll.sharded.gathering import placed
-from fcoll.sharded.layout import anchor_of, held, like, local_tensors
-from fcoll.sharded.results import cut_dims, probe_of, result_of
-from fcoll.sharded.shapes import check_whole
+from fcoll.sharded.layout_agreement import check_digests, digest_of, gather_numbers
+from fcoll.sharded.ops.rules import is_sharded, rule
+from fcoll.sharded.shards import (
+    anchors_of,
+    blocks_of,
+    check_whole,
+    cut_dims,
+    empty_of,
+    local_tensors,
+    probe_of,
+    result_of,
+)
+from fcoll.sharded.transfer_plan import Box
 
 
 def _gathered(value: Any) -> Any:
     return value.all_gather() if is_sharded(value) else value
 
 
-@built_in(F.linear)
-def linear(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-    x, weight, *rest = args
-    bias = _gathered((*rest, kwargs.get("bias"))[0])
-    if is_sharded(x):
-        return _by_rows(F.linear, x, _gathered(weight).t(), bias)
+@rule(F.linear)
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    bias = _gathered(bias)
+    if is_sharded(input):
+        return _by_rows("linear", input, _gathered(weight).t(), bias)
     if not is_sharded(weight):
-        return F.linear(x, weight, bias)
-    made = product(F.linear, x, weight, contracted=1)
-    return made if bias is None else made + bias
+        return F.linear(input, weight, bias)
+    out = product("linear", input, weight, contracted=1)
+    return out if bias is None else out + bias
 
 
-@built_in(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-def matmul(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-    x, other = args
-    if kwargs or len(other.shape) != 2 or (is_sharded(x) and len(x.shape) < 2):
-        raise unsupported(torch.matmul, args, kwargs)
-    if is_sharded(x):
-        return _by_rows(torch.matmul, x, _gathered(other))
-    return product(torch.matmul, x, other, contracted=0)
+@rule(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+def matmul(input: Any, other: Any) -> Any:
+    if len(other.shape) != 2 or (is_sharded(input) and len(input.shape) < 2):
+        return NotImplemented
+    if is_sharded(input):
+        return _by_rows("matmul", input, _gathered(other))
+    return product("matmul", input, other, contracted=0)
 
 
-@built_in(Tensor.__rmatmul__)
-def rmatmul(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-    return matmul(types, (args[1], args[0]), kwargs, process_group)
+@rule(Tensor.__rmatmul__)
+def rmatmul(input: Any, other: Any) -> Any:
+    return matmul(other, input)
 
 
-@built_in(torch.bmm, Tensor.bmm)
-def bmm(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
+@rule(torch.bmm, Tensor.bmm)
+def bmm(input: Any, mat2: Any) -> Any:
     """Batches that lie on the same ranks: each multiplies its own."""
-    one, other = args
-    if not all(is_sharded(st) and len(st._metadata.size) == 3 for st in args):
-        raise unsupported(torch.bmm, args, kwargs)
-    for st in args:
-        check_whole(torch.bmm, st, 1, 2)
-    blocks = [{(b.rank, b.box.offsets[0], b.box.sizes[0]) for b in held(st)} for st in args]
-    if blocks[0] != blocks[1]:
-        why = f"the batches are on other ranks: {one._sharding_spec}, {other._sharding_spec}"
+    both = input, mat2
+    if not all(is_sharded(st) and len(st._metadata.size) == 3 for st in both):
+        return NotImplemented
+    for st in both:
+        check_whole("bmm", st, 1, 2)
+    one, other = (
+        {(b.rank, b.box.offsets[0], b.box.sizes[0]) for b in blocks_of(st)} for st in both
+    )
+    if one != other:
+        why = f"the batches are on other ranks: {input._sharding_spec}, {mat2._sharding_spec}"
         hint = "Both st and st2 need to have same placements for bmm: reshard one of them."
         raise LayoutsDiffer(func="bmm", why=why, hint=hint)
-    batches = {s.metadata.shard_offsets[0]: s.tensor for s in other._local_shards}
-    shards = [torch.bmm(s.tensor, batches[s.metadata.shard_offsets[0]]) for s in one._local_shards]
-    probe = torch.bmm(probe_of(one), probe_of(other))
-    return _widened(one, shards, probe, other._metadata.size[2])
+    batches = {s.metadata.shard_offsets[0]: s.tensor for s in mat2._local_shards}
+    tensors = [
+        torch.bmm(s.tensor, batches[s.metadata.shard_offsets[0]]) for s in input._local_shards
+    ]
+    probe = torch.bmm(probe_of(input), probe_of(mat2))
+    return _widened(input, tensors, probe, mat2._metadata.size[2])
 
 
-def _by_rows(func: Callable, x: Any, matrix: Tensor, bias: Tensor | None = None) -> Any:
+def _by_rows(func: str, x: Any, matrix: Tensor, bias: Tensor | None = None) -> Any:
     """``x @ matrix + bias`` on the rows of each rank."""
     check_whole(func, x, len(x._metadata.size) - 1)
 
@@ -100,29 +107,31 @@ def _widened(st: Any, tensors: list[Tensor], probe: Tensor, width: int) -> Any:
     return result_of(st, tensors, probe, layout, [*st._metadata.size[:-1], width])
 
 
-def product(func: Callable, x: Tensor, st: Any, contracted: int) -> Tensor:
+def product(func: str, x: Tensor, st: Any, contracted: int) -> Tensor:
     """``x`` times a sharded matrix, summed over x's last dim and the matrix' dim ``contracted``."""
     kept = 1 - contracted
-    rows = _agreed(func, x, st, contracted)
-    g, blocks = st.group, [block for block in held(st) if block.box.volume]
+    counts, grad = _agreed_rows(func, x, st, contracted)
+    g, blocks = st.group, [block for block in blocks_of(st) if block.box.volume]
     flat_x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     by_rank = [[b.box for b in blocks if b.rank == rank] for rank in g.ranks]
     mine = by_rank[g.rank]
 
-    sent = [[flat_x[:, _range(box, contracted)] for box in boxes] for boxes in by_rank]
+    sent = [
+        [flat_x.narrow(1, box.offsets[contracted], box.sizes[contracted]) for box in boxes]
+        for boxes in by_rank
+    ]
     width = sum(box.sizes[contracted] for box in mine)
-    expected = [count * width for count in rows.counts]
-    ties = [torch.empty(0, dtype=x.dtype, device=x.device).requires_grad_()] if rows.grad else []
-    came, inputs = swapped(g, sent, expected, flat_x.new_empty(0), ties)
+    expected = [count * width for count in counts]
+    anchors = [torch.empty(0, dtype=x.dtype, device=x.device).requires_grad_()] if grad else []
+    arrived, inputs = exchange_lists(g, sent, expected, flat_x.new_empty(0), anchors)
 
-    tensors = [t for t in local_tensors(st, held(st)) if t.numel()]
-    answers = _answers(inputs, rows.counts, mine, tensors, contracted)
-    anchor = anchor_of(st)
-    ties = [came[:0]] if anchor is None else [came[:0], anchor]
+    tensors = [t for t in local_tensors(st) if t.numel()]
+    answers = _answers(inputs, counts, mine, tensors, contracted)
+    anchors = [arrived[:0], *anchors_of(st)]
     count = flat_x.shape[0]
     expected = [count * sum(box.sizes[kept] for box in boxes) for boxes in by_rank]
-    back, _ = swapped(g, answers, expected, like(st), ties)
-    out = _placed(back, by_rank, count, kept, st)
+    back, _ = exchange_lists(g, answers, expected, empty_of(st), anchors)
+    out = _summed(back, by_rank, count, kept, st)
     return out.reshape(*x.shape[:-1], st._metadata.size[kept])
 
 
@@ -143,14 +152,16 @@ def _answers(
     return answers
 
 
-def _placed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: Any) -> Tensor:
+def _summed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: Any) -> Tensor:
     """The result of what the holders' blocks made; where they share columns, their sum."""
     size = (count, st._metadata.size[kept])
     boxes = [
-        Box((0, box.offsets[kept]), (count, box.sizes[kept])) for held in by_rank for box in held
+        Box((0, box.offsets[kept]), (count, box.sizes[kept]))
+        for theirs in by_rank
+        for box in theirs
     ]
     if 1 - kept not in cut_dims(st):
-        return placed(flat, boxes, size)
+        return assemble(flat, boxes, size)
     out = flat.new_zeros(size)
     whole = Box.whole(size)
     for box, part in zip(boxes, flat.split([box.volume for box in boxes]), strict=True):
@@ -158,20 +169,9 @@ def _placed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: A
     return out
 
 
-def _range(box: Box, dim: int) -> slice:
-    return slice(box.offsets[dim], box.ends[dim])
-
-
-@dataclass
-class _Rows:
-    """How many rows each rank's input has, and whether a gradient goes to one of them."""
-
-    counts: list[int]
-    grad: bool
-
-
-def _agreed(func: Callable, x: Tensor, st: Any, contracted: int) -> _Rows:
-    """The ranks tell each other what they multiply, once all have said that it fits."""
+def _agreed_rows(func: str, x: Tensor, st: Any, contracted: int) -> tuple[list[int], bool]:
+    """How many rows each rank's input has, and whether a gradient goes to one of them, once all
+    ranks have said that theirs fits."""
     g, size = st.group, st._metadata.size
     why = hint = ""
     if x.dim() < 1 or len(size) != 2:
@@ -184,12 +184,12 @@ def _agreed(func: Callable, x: Tensor, st: Any, contracted: int) -> _Rows:
         why, hint = f"the input is {x.dtype}, the weight {st.dtype}", "Convert one of them."
     grad = x.requires_grad and torch.is_grad_enabled()
     count = 0 if why else x.shape[:-1].numel()
-    everyone = told(g, [count, int(not why), int(grad), mark_of(st)], st.device)
-    compare(name_of(func), st, [mark for _, _, _, mark in everyone])
+    everyone = gather_numbers(g, [count, int(not why), int(grad), digest_of(st)], st.device)
+    check_digests(func, st, [digest for *_, digest in everyone])
     if why:
-        raise BadProduct(func=name_of(func), rank=g.ranks[g.rank], why=why, hint=hint)
+        raise BadProduct(func=func, rank=g.ranks[g.rank], why=why, hint=hint)
     for rank, (_, fits, _, _) in zip(g.ranks, everyone, strict=True):
         if not fits:
             why = "Its input does not fit the weight, so that no rank multiplies"
-            raise BadProduct(func=name_of(func), rank=rank, why=why, hint="See that rank's error.")
-    return _Rows([n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone))
+            raise BadProduct(func=func, rank=rank, why=why, hint="See that rank's error.")
+    return [n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone)

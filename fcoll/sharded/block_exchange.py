@@ -1,4 +1,5 @@
-"""A plan carried out: one all_to_all_single of what moves; what stays is copied."""
+"""Blocks between ranks: a plan carried out by one all_to_all_single, and lists of tensors for each
+rank, as lookups and products send them."""
 
 from __future__ import annotations
 
@@ -8,13 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcoll import functions
 from fcoll.groups import Group
-from fcoll.sharded.asking import all_to_all
-from fcoll.sharded.boxes import Box, are_rows_of
-from fcoll.sharded.plan import Plan, Transfer
+from fcoll.sharded.layout_agreement import is_fake, is_traced
+from fcoll.sharded.transfer_plan import BlockTransfer, Box, Plan, are_rows_of
 
 
-def exchanged(
+def all_to_all(packed: Tensor, group: Group, outs: Sequence[int], ins: Sequence[int]) -> Tensor:
+    """``outs[r]`` elements from each rank r of the group, for ``ins[r]`` of the flat tensor."""
+    if is_fake(group) and not is_traced():  # torch's fake groups refuse ranks that send nothing
+        return packed.new_zeros(sum(outs))
+    return functions.wait_tensor(
+        functions.all_to_all_single(packed, group.name, list(outs), list(ins))
+    )
+
+
+def exchange_lists(
+    group: Group,
+    sent: Sequence[Sequence[Tensor]],
+    expected: Sequence[int],
+    like: Tensor,
+    anchors: Sequence[Tensor] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """What the ranks sent to this one, as one flat tensor and by rank.
+
+    ``sent[r]`` are tensors for rank r of the group, ``expected[r]`` is the number of elements that
+    come from it. ``anchors`` are empty tensors that tie a rank which sends nothing to the graph.
+    """
+    pieces = [piece.reshape(-1) for to in sent for piece in to]
+    splits = [sum(piece.numel() for piece in to) for to in sent]
+    packed = torch.cat([*pieces, *anchors]) if pieces or anchors else like
+    arrived = all_to_all(packed, group, expected, splits)
+    return arrived, list(arrived.split(list(expected)))
+
+
+def exchange(
     plan: Plan,
     group: Group,
     tensors: Sequence[Tensor],
@@ -58,24 +87,25 @@ def _moved(
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     me = group.ranks[group.rank]
-    mine = [i for i, held in enumerate(plan.sources) if held.rank == me]
+    mine = [i for i, block in enumerate(plan.sources) if block.rank == me]
     sources = dict(zip(mine, tensors, strict=True))
-    wanted = [i for i, held in enumerate(plan.targets) if held.rank == me]
+    wanted = [i for i, block in enumerate(plan.targets) if block.rank == me]
 
-    kept, parts = plan.kept_on(me), list[Transfer]()
+    kept, parts = plan.kept_on(me), list[BlockTransfer]()
     arrived = like.new_empty(0)
     if plan.moves:
         sent, received = dict(plan.sent_by(me)), dict(plan.received_by(me))
-        held = plan.sources[mine[0]].box if len(mine) == 1 and tensors[0].is_contiguous() else None
-        made_of = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
-        as_it_is = _lies_so(sent, kept, held, group)
-        if as_it_is or _lies_so(received, kept, made_of, group):
+        single = len(mine) == 1 and tensors[0].is_contiguous()
+        source = plan.sources[mine[0]].box if single else None
+        target = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
+        sends_memory = _is_memory_of(sent, kept, source, group)
+        if sends_memory or _is_memory_of(received, kept, target, group):
             # what stays goes along: the carrier copies it to its place, and sends it nowhere
             sent[me] = received[me] = kept
             kept = []
         parts = _in_order(received, group)
         order = _in_order(sent, group)
-        packed = tensors[0].view(-1) if as_it_is else _packed(plan, sources, order, like)
+        packed = tensors[0].view(-1) if sends_memory else _packed(plan, sources, order, like)
         splits = _sizes(received, group), _sizes(sent, group)
         arrived = all_to_all(packed, group, *splits)
     if into is None and not kept and len(wanted) == 1:
@@ -87,10 +117,12 @@ def _moved(
     return list(made)
 
 
-_ByRank = dict[int, list[Transfer]]
+_ByRank = dict[int, list[BlockTransfer]]
 
 
-def _lies_so(moved: _ByRank, kept: list[Transfer], whole: Box | None, group: Group) -> bool:
+def _is_memory_of(
+    moved: _ByRank, kept: list[BlockTransfer], whole: Box | None, group: Group
+) -> bool:
     """Is what is sent or received, with what stays in between, the memory of one shard? And does
     more move than stays: else a copy of what stays costs more than it saves."""
     volume = sum(t.box.volume for transfers in moved.values() for t in transfers)
@@ -100,7 +132,7 @@ def _lies_so(moved: _ByRank, kept: list[Transfer], whole: Box | None, group: Gro
     return are_rows_of([t.box for t in _in_order(everything, group)], whole)
 
 
-def _in_order(by_rank: _ByRank, group: Group) -> list[Transfer]:
+def _in_order(by_rank: _ByRank, group: Group) -> list[BlockTransfer]:
     """In the order of the group's ranks, which need not be that of the world's."""
     return [t for rank in group.ranks for t in by_rank.get(rank, ())]
 
@@ -111,7 +143,7 @@ def _sizes(by_rank: _ByRank, group: Group) -> list[int]:
 
 
 def _packed(
-    plan: Plan, sources: dict[int, Tensor], parts: Sequence[Transfer], like: Tensor
+    plan: Plan, sources: dict[int, Tensor], parts: Sequence[BlockTransfer], like: Tensor
 ) -> Tensor:
     """What is sent, one behind the other."""
     pieces = [sources[t.source][t.box.within(plan.sources[t.source].box)] for t in parts]
@@ -125,8 +157,8 @@ def _unpack(
     plan: Plan,
     made: dict[int, Tensor],
     sources: dict[int, Tensor],
-    kept: Sequence[Transfer],
-    parts: Sequence[Transfer],
+    kept: Sequence[BlockTransfer],
+    parts: Sequence[BlockTransfer],
     arrived: Tensor,
 ) -> None:
     """Write the targets: of what stayed, and of what arrived."""
@@ -137,3 +169,42 @@ def _unpack(
     for t, piece in zip(parts, pieces, strict=True):
         inside = t.box.within(plan.targets[t.target].box)
         made[t.target][inside].copy_(piece.view(t.box.sizes))
+
+
+# -- blocks in one flat tensor ---
+
+
+def assemble(flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
+    """A tensor of this size of its blocks, which lie one behind the other in ``flat``."""
+    if are_rows_of(boxes, Box.whole(size)):
+        return flat.view(size)
+    return _Assembled.apply(flat, boxes, size)  # type: ignore[no-any-return]
+
+
+class _Assembled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
+        ctx.boxes, ctx.size = boxes, size
+        whole = flat.new_empty(size)
+        all_of_it = Box.whole(size)
+        for box, part in zip(boxes, flat.split([b.volume for b in boxes]), strict=True):
+            whole[box.within(all_of_it)].copy_(part.view(box.sizes))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Cut.apply(grads[0], ctx.boxes, ctx.size), None, None
+
+
+class _Cut(torch.autograd.Function):
+    """The blocks of a tensor, one behind the other."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
+        ctx.boxes, ctx.size = boxes, size
+        all_of_it = Box.whole(size)
+        return torch.cat([whole[box.within(all_of_it)].reshape(-1) for box in boxes])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Assembled.apply(grads[0], ctx.boxes, ctx.size), None, None

@@ -1,0 +1,1 @@
+"""Sharded tensors in pickles, files and checkpoints."""

@@ -1,0 +1,172 @@
+"""A sharded tensor as rules and transfers see it: its blocks, this rank's data, and new tensors of
+what an op made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcoll.sharded import _torch
+from fcoll.sharded._torch import (
+    ChunkShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+)
+from fcoll.sharded.errors import CannotReshard, CutDim, DimOutOfRange
+from fcoll.sharded.specs import blocks_on, box_of, inferred_spec
+from fcoll.sharded.transfer_plan import Block
+
+# -- what there is ---
+
+
+def blocks_of(st: Any) -> tuple[Block, ...]:
+    """All blocks and their ranks, in the order of the metadata."""
+    return blocks_on(st._process_group, st._metadata.shards_metadata)
+
+
+def local_tensors(st: Any, blocks: Sequence[Block] | None = None) -> list[Tensor]:
+    """This rank's data, in the order of ``blocks_of``."""
+    me = dist.get_rank()
+    mine = [block.box for block in blocks or blocks_of(st) if block.rank == me]
+    shards = list(st._local_shards)
+    if len(shards) != len(mine):
+        why = (
+            f"rank {me} holds {len(shards)} shards of a tensor whose metadata place {len(mine)} on "
+            f"it. Only single local shard supported for reshard. Number of shards: {len(shards)}"
+        )
+        raise CannotReshard(why=why, hint="Only single shards may be replaced, one by one.")
+    tensors = []
+    for box in mine:
+        i = next((i for i, s in enumerate(shards) if box_of(s.metadata) == box), None)
+        if i is None:
+            why = f"rank {me} holds no shard at {box.offsets} of {box.sizes}, as the metadata say"
+            raise CannotReshard(why=why, hint="Make it anew with init_from_local_shards.")
+        tensors.append(shards.pop(i).tensor)
+    return tensors
+
+
+def empty_of(st: Any) -> Tensor:
+    """A tensor without elements of its dtype, on the device of this rank's shards or, where it has
+    none, the one that the group serves."""
+    return torch.empty(0, dtype=st._metadata.tensor_properties.dtype, device=st.device)
+
+
+def anchor_of(st: Any) -> Tensor | None:
+    """What ties this rank to the backward pass of the others, where there will be one."""
+    if not (st._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()):
+        return None
+    return empty_of(st).requires_grad_() if st._anchor is None else st._anchor
+
+
+def anchors_of(st: Any) -> list[Tensor]:
+    """``anchor_of`` as a list of one tensor or none."""
+    anchor = anchor_of(st)
+    return [] if anchor is None else [anchor]
+
+
+def same_layout(one: ShardingSpec, other: ShardingSpec) -> bool:
+    return type(one) is type(other) and one == other
+
+
+# -- dims ---
+
+
+def cut_dims(st: Any) -> set[int]:
+    """The dims along which no shard need reach from end to end."""
+    spec, size = st._sharding_spec, st._metadata.size
+    if isinstance(spec, ChunkShardingSpec):
+        return {int(spec.dim) % len(size)}
+    shards = [s.shard_sizes for s in st._metadata.shards_metadata if all(s.shard_sizes)]
+    return {d for d in range(len(size)) if any(sizes[d] != size[d] for sizes in shards)}
+
+
+def dim_of(st: Any, dim: int) -> int:
+    """A dim counted from the front."""
+    n = len(st._metadata.size)
+    if not -n <= dim < n:
+        raise DimOutOfRange(low=-n, high=n - 1, dim=dim)
+    return dim % n
+
+
+def check_whole(func: str, st: Any, *dims: int) -> None:
+    """Raise unless each shard reaches from end to end along these dims."""
+    cut, size = cut_dims(st), tuple(st._metadata.size)
+    for dim in dims:
+        if dim in cut:
+            free = [d for d in range(len(size)) if d not in dims]
+            raise CutDim(func=func, dim=dim, size=size, cut=sorted(cut), other=(free or [0])[0])
+
+
+# -- new tensors ---
+
+
+def probe_of(st: Any) -> Tensor:
+    """A block of the tensor without elements, on its autograd graph.
+
+    An op is run on it as on the shards: what comes out has the dtype of the result, tells whether
+    it requires a gradient, and is its anchor; also on a rank that holds no shard.
+    """
+    anchor = anchor_of(st)
+    flat = empty_of(st) if anchor is None else anchor
+    return flat.reshape(0, *st._metadata.size[1:])
+
+
+def on_each_shard(st: Any, func: Callable[[Tensor], Tensor], pin_memory: bool = False) -> Any:
+    """``func`` of each shard, which keeps its size, as a sharded tensor."""
+    tensors = [func(shard.tensor) for shard in st._local_shards]
+    return result_of(st, tensors, func(probe_of(st)), pin_memory=pin_memory)
+
+
+def result_of(
+    st: Any,
+    tensors: Sequence[Tensor],
+    probe: Tensor,
+    layout: Sequence[ShardMetadata] | None = None,
+    size: Sequence[int] | None = None,
+    pin_memory: bool = False,
+) -> Any:
+    """A sharded tensor of what an op made of st's local shards, in their order, and of its probe.
+
+    ``layout`` and ``size`` are st's if not given; the layout is in the order of st's metadata.
+    """
+    old = st._metadata
+    shards = list(layout or old.shards_metadata)
+    whole = old.size if size is None else torch.Size(size)
+    properties = replace(
+        old.tensor_properties,
+        dtype=probe.dtype,
+        requires_grad=probe.requires_grad,
+        pin_memory=pin_memory,
+    )
+    places = [old.shards_metadata.index(shard.metadata) for shard in st._local_shards]
+    local = [
+        Shard(tensor.contiguous(), shards[place])
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+    spec = st._sharding_spec if layout is None else inferred_spec(shards, whole)
+    anchor = probe.reshape(-1)[:0] if probe.requires_grad else None
+    metadata = ShardedTensorMetadata(shards, whole, properties)
+    agreed = st._agreed and layout is None
+    return st._with(local, spec=spec, metadata=metadata, anchor=anchor, agreed=agreed)
+
+
+def changed(st: Any, probe: Tensor) -> Any:
+    """``st`` itself after an op in place; it may require a gradient since."""
+    requires = probe.requires_grad or st._metadata.tensor_properties.requires_grad
+    st._anchor = probe.reshape(-1)[:0] if probe.requires_grad else st._anchor
+    set_requires_grad(st, requires)
+    return st
+
+
+def set_requires_grad(st: Any, requires: bool) -> None:
+    """Say of the whole that it requires a gradient; its shards are left alone."""
+    st._metadata.tensor_properties.requires_grad = requires
+    with _torch.as_plain_tensors():
+        st.requires_grad_(requires)
