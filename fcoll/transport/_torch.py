@@ -4,18 +4,26 @@ names, too, and calls that are not for gloo alone."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from fcoll._torch import cpu_backend
 
 
 def serve_calls_for_gloo() -> None:
-    """torch has these two for groups of gloo alone, asked by name and by type: have them for groups
-    of the backend, too."""
+    """torch has these for groups of its own backends alone, asked by name and by type: have them
+    for groups of the backend, too."""
+    _serve_timeouts()
+    _serve_sequence_numbers()
+    _serve_log_of_ddp()
+
+
+def _serve_timeouts() -> None:
     monitored_barrier, set_pg_timeout = c10d.monitored_barrier, c10d._set_pg_timeout
 
     @functools.wraps(monitored_barrier)
@@ -38,6 +46,35 @@ def serve_calls_for_gloo() -> None:
     for owner in (dist, c10d):
         owner.monitored_barrier = barrier
     c10d._set_pg_timeout = set_timeout
+
+
+def _serve_sequence_numbers() -> None:
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        theirs = getattr(dist.ProcessGroup, name)
+
+        @functools.wraps(theirs)
+        def call(group: Any, name: str = name, theirs: Callable[[Any], Any] = theirs) -> Any:
+            found = _named_custom(group)
+            return theirs(group) if found is None else getattr(found, name)()
+
+        setattr(dist.ProcessGroup, name, call)
+
+
+def _serve_log_of_ddp() -> None:
+    log_of = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(log_of)
+    def log(model: Any) -> dict[str, Any]:
+        ours = _named_custom(model.process_group) is not None
+        named = {"backend_name": dist.get_backend(model.process_group)} if ours else {}
+        return log_of(model) | named
+
+    DistributedDataParallel._get_ddp_logging_data = log
+
+
+def _named_custom(group: Any) -> Any:
+    """The backend of a group that torch takes for one of a backend it does not know; else None."""
+    return _cpu_backend(group) if group.name() in ("custom", "undefined") else None
 
 
 def _cpu_backend(group: Any) -> Any:

@@ -42,8 +42,10 @@ def asking(rank: int, asked: str | None, says: str) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).get_group()
         alone, _ = dist.new_subgroups(1)
     for group in (dist.group.WORLD, named, inherited, mesh):
-        assert served_by(group) == "fcoll"
+        assert served_by(group) == "fcoll" and group.name() == "gloo"
+        before = group._get_sequence_number_for_group()
         check_sum(group)
+        assert group._get_sequence_number_for_group() == before + 1
     assert served_by(alone) == "gloo"  # of one rank: there is nothing to carry
     assert dist.get_backend() == dist.get_backend(inherited) == says
     assert dist.get_backend(named) == "gloo"

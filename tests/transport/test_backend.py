@@ -20,6 +20,7 @@ from ranks import Launched, launch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
 import fcoll_backend
@@ -420,7 +421,6 @@ def test_every_call_gives_what_gloo_gives(compiled: None, n: int) -> None:
 
 def steps(groups: tuple[Any, Any]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
 
     def ddp(group: Any, hook: Any = None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -653,6 +653,11 @@ def as_of_gloo(rank: int) -> None:
         dist.monitored_barrier(group)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(2), group=group)
+        assert group._get_sequence_number_for_group() == before + 1
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+        assert model._get_ddp_logging_data()["backend_name"] == "fcoll"
 
 
 def test_calls_that_torch_has_for_gloo_alone(compiled: None) -> None:
