@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from datetime import timedelta
@@ -735,6 +736,28 @@ def worlds(rank: int) -> None:
     dist.all_reduce(x)
     assert x.item() == 8
     dist.destroy_process_group()
+
+
+def slow_to_connect(rank: int) -> None:
+    """No rank has its group, which it might end at once, while another is still connecting."""
+    store = dist.FileStore(os.environ["CONNECTED"], -1)
+    gloo = dist.ProcessGroupGloo
+
+    def connect(*args: Any) -> Any:
+        made = gloo(*args)
+        if rank == 1:
+            time.sleep(0.5)
+            store.set("connected", "1")
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", connect)
+        dist.init_process_group("fcoll")
+    assert store.check(["connected"])
+
+
+def test_a_group_is_there_when_all_ranks_are_connected(compiled: None, tmp_path: Path) -> None:
+    run(slow_to_connect, 3, env={"CONNECTED": str(tmp_path / "store")})
 
 
 def test_worlds_are_made_one_after_the_other_split_and_of_one(compiled: None) -> None:
