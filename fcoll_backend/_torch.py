@@ -70,13 +70,13 @@ def _helper(
 
 
 def _name_as_gloo(group: Any) -> None:
-    """What torch asks of a group by the type of its backend, not by its name, is gloo's, too: the
-    group's name(), sequence numbers, the log of DDP."""
-    if group.name() not in ("custom", "undefined"):  # another device's backend is the default
-        return
+    """A group of one rank is gloo's own: say so to torch, which asks by the type, too. Of others it
+    would take the backend for a ProcessGroupGloo, unchecked (the logger of DDP)."""
     cpu, gloo = torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO
-    group._register_backend(cpu, gloo, group._get_backend(cpu))
-    group._set_default_backend(gloo)
+    made = group._get_backend(cpu)
+    if group.name() in ("custom", "undefined") and isinstance(made, c10d.ProcessGroupGloo):
+        group._register_backend(cpu, gloo, made)
+        group._set_default_backend(gloo)
 
 
 def _with_fcoll(backend_of: dict[str, str]) -> str | None:

@@ -4,6 +4,7 @@ names, too, and calls that are not for gloo alone."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from fcoll._torch import cpu_backend
+
+_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 
 
 def serve_calls_for_gloo() -> None:
@@ -65,11 +68,17 @@ def _serve_log_of_ddp() -> None:
 
     @functools.wraps(log_of)
     def log(model: Any) -> dict[str, Any]:
-        ours = _named_custom(model.process_group) is not None
-        named = {"backend_name": dist.get_backend(model.process_group)} if ours else {}
-        return log_of(model) | named
+        made, group = log_of(model), model.process_group
+        return made if _named_custom(group) is None else made | _log_of(group)
 
     DistributedDataParallel._get_ddp_logging_data = log
+
+
+def _log_of(group: Any) -> dict[str, Any]:
+    """What torch logs of a gloo group: one carries what is not served by shared memory."""
+    variables = {name.lower(): os.environ.get(name, "N/A") for name in _OF_GLOO}
+    threads = dist.ProcessGroupGloo._Options()._threads  # the default, as of ours
+    return {"backend_name": dist.get_backend(group), "gloo_num_threads": threads, **variables}
 
 
 def _named_custom(group: Any) -> Any:
