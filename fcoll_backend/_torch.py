@@ -60,12 +60,23 @@ def _helper(
     group, world = made[0], c10d._world
     if group not in world.pg_map or world.pg_map[group][0] != ours:  # of other ranks, or an old one
         return made
+    _name_as_gloo(group)
     world.pg_map[group] = backend, world.pg_map[group][1]
     world.pg_backend_config[group] = str(asked)
     if not _said and (ranks[group_rank] if ranks else group_rank) == 0:
         _said.append(next(iter(_in_force.values())))
         log.warning("gloo's groups of CPU tensors are made by fcoll: %s", _said[0])
     return made
+
+
+def _name_as_gloo(group: Any) -> None:
+    """A group of one rank is gloo's own: say so to torch, which asks by the type, too. Of others it
+    would take the backend for a ProcessGroupGloo, unchecked (the logger of DDP)."""
+    cpu, gloo = torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO
+    made = group._get_backend(cpu)
+    if group.name() in ("custom", "undefined") and isinstance(made, c10d.ProcessGroupGloo):
+        group._register_backend(cpu, gloo, made)
+        group._set_default_backend(gloo)
 
 
 def _with_fcoll(backend_of: dict[str, str]) -> str | None:

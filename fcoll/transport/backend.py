@@ -70,15 +70,7 @@ def make_for(
 ) -> Any:
     """The backend of these ranks, by their global numbers; all of them call it. ``for_gloo``: it
     was asked for as gloo's, and profiles have gloo's names of its calls."""
-    status, meeting = _connect(store, rank, ranks, timeout_s)
-    try:
-        # not the addresses of an earlier group of that name: a world may be made again in its store
-        addresses = dist.PrefixStore(f"gloo/{meeting}", store)
-        timeout = timedelta(seconds=timeout_s)
-        gloo = dist.ProcessGroupGloo(addresses, rank, len(ranks), timeout)
-    except BaseException:
-        _close(status)
-        raise
+    status, gloo = _connect(store, rank, ranks, timeout_s)
     gloo.options.global_ranks_in_group = list(ranks)
     gloo.options.group_name = name
     if status.shared and status.fast:
@@ -94,23 +86,35 @@ def make_for(
 
 def _connect(
     store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
-) -> tuple[shared_memory.Status, str]:
-    """Whether the ranks can map one another's memory, which they find out together; and the name of
-    that meeting, which no other has."""
-    n = len(ranks)
+) -> tuple[shared_memory.Status, dist.ProcessGroupGloo]:
+    """Whether the ranks can map one another's memory, which they find out together; and their gloo
+    backend."""
+    n, timeout = len(ranks), timedelta(seconds=timeout_s)
     if why_not := shared_memory.too_many_or_few(n):
-        return shared_memory.Status(0, why_not), ""
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, n, timeout)
+        return shared_memory.Status(0, why_not), gloo
     # split_group gives sibling groups one name, and so one store
     prefix = "fcoll_backend/" + "_".join(map(str, ranks))
     lobby = lobby_in(store, rank, ranks, timeout_s, prefix, known_processes())
     with meeting_in(lobby, lobby.give_up) as exchange:
         status = shared_memory.connect(rank, n, timeout_s, exchange)
+        try:
+            # not the addresses of an earlier group of that name: a world may be made again in its
+            # store
+            addresses = dist.PrefixStore(f"gloo/{lobby.meeting}", store)
+            gloo = dist.ProcessGroupGloo(addresses, rank, n, timeout)
+            # A rank that is connected to all and ends its group at once would have the others fail
+            # that still connect to one another.
+            exchange("connected")
+        except BaseException:
+            _close(status)
+            raise
     processes = {ranks[r]: process for r, process in lobby.processes.items()}
     if dist.group.WORLD is not None:
         known_processes().update(processes)
     elif status.shared:
         _met[status.handle] = processes
-    return status, lobby.meeting
+    return status, gloo
 
 
 def known_processes() -> dict[int, Process]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import launch
 from test_backend import ON_SHARED_MEMORY, run, torch_finds_fcoll
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
 
@@ -43,8 +44,13 @@ def asking(rank: int, asked: str | None, says: str) -> None:
         alone, _ = dist.new_subgroups(1)
     for group in (dist.group.WORLD, named, inherited, mesh):
         assert served_by(group) == "fcoll"
+        before = group._get_sequence_number_for_group()
         check_sum(group)
-    assert served_by(alone) == "gloo"  # of one rank: there is nothing to carry
+        assert group._get_sequence_number_for_group() == before + 1
+    assert served_by(alone) == alone.name() == "gloo"  # of one rank: there is nothing to carry
+    model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=named)
+    log = model._get_ddp_logging_data()
+    assert log["backend_name"] == "gloo" and log["gloo_num_threads"] == 2
     assert dist.get_backend() == dist.get_backend(inherited) == says
     assert dist.get_backend(named) == "gloo"
     # one that torch made itself: what is said of it is the same

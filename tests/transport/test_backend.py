@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from ranks import Launched, launch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
 import fcoll_backend
@@ -420,7 +422,6 @@ def test_every_call_gives_what_gloo_gives(compiled: None, n: int) -> None:
 
 def steps(groups: tuple[Any, Any]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
 
     def ddp(group: Any, hook: Any = None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -653,6 +654,11 @@ def as_of_gloo(rank: int) -> None:
         dist.monitored_barrier(group)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(2), group=group)
+        assert group._get_sequence_number_for_group() == before + 1
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+        assert model._get_ddp_logging_data()["backend_name"] == "fcoll"
 
 
 def test_calls_that_torch_has_for_gloo_alone(compiled: None) -> None:
@@ -730,6 +736,28 @@ def worlds(rank: int) -> None:
     dist.all_reduce(x)
     assert x.item() == 8
     dist.destroy_process_group()
+
+
+def slow_to_connect(rank: int) -> None:
+    """No rank has its group, which it might end at once, while another is still connecting."""
+    store = dist.FileStore(os.environ["CONNECTED"], -1)
+    gloo = dist.ProcessGroupGloo
+
+    def connect(*args: Any) -> Any:
+        made = gloo(*args)
+        if rank == 1:
+            time.sleep(0.5)
+            store.set("connected", "1")
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", connect)
+        dist.init_process_group("fcoll")
+    assert store.check(["connected"])
+
+
+def test_a_group_is_there_when_all_ranks_are_connected(compiled: None, tmp_path: Path) -> None:
+    run(slow_to_connect, 3, env={"CONNECTED": str(tmp_path / "store")})
 
 
 def test_worlds_are_made_one_after_the_other_split_and_of_one(compiled: None) -> None:
