@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
-from fcoll.simulation import channel
+import torch
+
+from fcoll.reductions import REDUCTIONS
+from fcoll.simulation import _torch, channel
 from fcoll.simulation.baton import this_rank
 
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
@@ -35,8 +39,6 @@ def twice(op, parts, carry):
 def carry_sum(part, parts):
     algebra = this_rank().session.arithmetic
     for out in part.outs:
-        from fcoll.reductions import REDUCTIONS
-
         out.data.copy_(algebra.fold(REDUCTIONS["sum"], [out.detach()] * len(parts)))
 
 
@@ -82,8 +84,8 @@ class Collectives:
         self.seen = []
         self.trial = None
 
-    def __call__(self, op, parts):
-        original = self.original
+    def __call__(self, op, parts, arithmetic):
+        original = partial(self.original, arithmetic=arithmetic)
         algebra = getattr(this_rank().session.arithmetic, "current", lambda: None)()
         floats = any(x.is_floating_point() for p in parts for x in p.ins)
         if algebra is None or len(parts) == 1 or not floats:
@@ -93,10 +95,6 @@ class Collectives:
         self.seen.append((op, parts[0].reduce_op))
         if self.spoil is None or self.spoil[0] != len(self.seen) - 1:
             return original(op, parts)
-        import torch
-
-        from fcoll.simulation import _torch
-
         with torch.no_grad(), _torch.unseen():
             KINDS[self.spoil[1]](op.removesuffix("_coalesced"), parts, original)
 
