@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, has_symbols
-from fcoll.checking.symbolic_sizes import Sizes, apart, differ
+from fcoll.checking.size_comparison import Sizes, apart, differ
 from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
 from fcoll.graph.issued import SPLITS, Issued, describe, messages_of
 from fcoll.tracing.fake_world import NewGroup

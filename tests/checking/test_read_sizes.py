@@ -17,7 +17,7 @@ from torch import nn
 import fcoll
 from fcoll.checking import provenance
 from fcoll.checking.check import check
-from fcoll.checking.symbolic_sizes import apart, differ
+from fcoll.checking.size_comparison import apart, differ
 from fcoll.errors import CheckMismatch, UnmatchedTransfer
 
 Exchange = Callable[..., tuple[Any, Any]]
