@@ -43,7 +43,7 @@ class ShardedTensorBase(Tensor):
     # An empty tensor that hangs on the autograd graph which made the shards: a rank that holds
     # none takes part in the backward pass through it.
     _anchor: Tensor | None
-    # Have the ranks compared what they think of it?
+    # Have the ranks compared what they know of it?
     _agreed: bool = False
 
     def __new__(
@@ -100,7 +100,7 @@ class ShardedTensorBase(Tensor):
     ) -> Any:
         """One of metadata and shards that have been checked; ``agreed``: by all ranks."""
         properties = metadata.tensor_properties
-        made = _torch.wrapper(
+        st = _torch.wrapper(
             cls,
             metadata.size,
             dtype=properties.dtype,
@@ -108,15 +108,15 @@ class ShardedTensorBase(Tensor):
             pin_memory=properties.pin_memory,
             requires_grad=properties.requires_grad,
         )
-        made._sharding_spec = spec
-        made._metadata = replace(metadata, tensor_properties=replace(properties))
-        made._local_shards = shards
-        made._process_group = group
-        made._init_rrefs = init_rrefs
-        made._anchor = anchor
-        made._agreed = agreed
-        note_layout(made.layout_card)
-        return made
+        st._sharding_spec = spec
+        st._metadata = replace(metadata, tensor_properties=replace(properties))
+        st._local_shards = shards
+        st._process_group = group
+        st._init_rrefs = init_rrefs
+        st._anchor = anchor
+        st._agreed = agreed
+        note_layout(st.layout_card)
+        return st
 
     def metadata(self) -> ShardedTensorMetadata:
         """The size, the properties and all shards: offsets, sizes and who holds them."""
@@ -178,11 +178,11 @@ class ShardedTensor(ShardedTensorBase):
         redistribution.check_rpc(init_rrefs)
         self._process_group = as_process_group(process_group)
         self._init_rrefs = init_rrefs
-        made = self._metadata.tensor_properties  # by __new__, of all other arguments
-        options = {"dtype": made.dtype, "requires_grad": made.requires_grad}
+        new = self._metadata.tensor_properties  # by __new__, of all other arguments
+        options = {"dtype": new.dtype, "requires_grad": new.requires_grad}
         for shard, (_, device) in shards_here(self._process_group, self._metadata.shards_metadata):
             tensor = torch.empty(
-                shard.shard_sizes, device=device, pin_memory=made.pin_memory, **options
+                shard.shard_sizes, device=device, pin_memory=new.pin_memory, **options
             )
             self._local_shards.append(Shard(tensor, shard))
 

@@ -54,7 +54,7 @@ def split(input: Any, split_size: Any, dim: int = 0) -> Any:
 def _split(func: str, st: Any, dim: int, sizes: Sequence[int]) -> tuple[Any, ...]:
     dim = dim_of(st, dim)
     check_whole(func, st, dim)
-    made, start = [], 0
+    split, start = [], 0
     for size in sizes:
         layout = [_narrow(shard, dim, size) for shard in st._metadata.shards_metadata]
         parts = [
@@ -64,9 +64,9 @@ def _split(func: str, st: Any, dim: int, sizes: Sequence[int]) -> tuple[Any, ...
             for shard in st._local_shards
         ]
         whole = [size if d == dim else n for d, n in enumerate(st._metadata.size)]
-        made.append(result_of(st, parts, probe_of(st).clone(), layout, whole))
+        split.append(result_of(st, parts, probe_of(st).clone(), layout, whole))
         start += size
-    return tuple(made)
+    return tuple(split)
 
 
 def _narrow(shard: ShardMetadata, dim: int, size: int) -> ShardMetadata:
@@ -112,5 +112,5 @@ def t(input: Any) -> Any:
 
 @rule(torch.permute, Tensor.permute)
 def permute(input: Any, *order: Any, dims: Any = None) -> Any:
-    given = dims or order
-    return permuted(input, given[0] if isinstance(given[0], (list, tuple)) else given)
+    order = dims or order
+    return permuted(input, order[0] if isinstance(order[0], (list, tuple)) else order)

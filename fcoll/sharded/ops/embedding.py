@@ -210,13 +210,13 @@ def distinct(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def ranges(ids: Tensor, boxes: Sequence[Box], count: int) -> list[tuple[int, int]]:
     """Which of the sorted ids lie in the rows of each block: from where to where."""
     edges = [edge for box in boxes for edge in (box.offsets[0], box.ends[0])]
-    found = torch.searchsorted(ids, torch.tensor(edges, device=ids.device, dtype=ids.dtype))
+    places = torch.searchsorted(ids, torch.tensor(edges, device=ids.device, dtype=ids.dtype))
     if is_traced():
         even = [-(-edge * ids.numel() // count) if count else 0 for edge in edges]
-        _torch.check_in_graph((found == torch.tensor(even, device=ids.device)).all(), EVEN)
+        _torch.check_in_graph((places == torch.tensor(even, device=ids.device)).all(), EVEN)
         return list(zip(even[::2], even[1::2], strict=True))
-    places = found.tolist()
-    return list(zip(places[::2], places[1::2], strict=True))
+    numbers = places.tolist()
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def place_of(row: int, needed: Tensor) -> int | None:

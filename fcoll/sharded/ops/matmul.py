@@ -146,8 +146,8 @@ def _answers(
     ]
     for i, (width, matrix) in enumerate(zip(widths, tensors, strict=True)):
         columns = [p[i].view(n, width) for p, n in zip(parts, counts, strict=True)]
-        made = torch.cat(columns) @ (matrix if dim == 0 else matrix.t())
-        for answer, part in zip(answers, made.split(counts), strict=True):
+        products = torch.cat(columns) @ (matrix if dim == 0 else matrix.t())
+        for answer, part in zip(answers, products.split(counts), strict=True):
             answer.append(part)
     return answers
 

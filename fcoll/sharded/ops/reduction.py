@@ -60,8 +60,8 @@ ALL = Combiner(torch.all, torch.logical_and, torch.all, lambda _: True)
 def reduced(st: Any, how: Combiner, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     """The reduction over a dim, several (a tuple), or all (None)."""
     n = len(st._metadata.size)
-    given = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-    dims = sorted({dim_of(st, d) for d in given})
+    over = range(n) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    dims = sorted({dim_of(st, d) for d in over})
     _refuse_empty(st, how, [] if dim is None else dims)
     if dims and len(dims) < n and not cut_dims(st) & set(dims):
         return _on_each_shard(st, how, dims, keepdim, options)
@@ -97,8 +97,9 @@ def _refuse_empty(st: Any, how: Combiner, dims: list[int]) -> None:
 def _with_elements(st: Any) -> Any:
     """Without the shards that have no elements: of a number there is one shard."""
     layout = [shard for shard in st._metadata.shards_metadata if all(shard.shard_sizes)]
-    held = [shard for shard in st._local_shards if shard.tensor.numel()]
-    return st._with(held, metadata=replace(st._metadata, shards_metadata=layout), anchor=st._anchor)
+    local = [shard for shard in st._local_shards if shard.tensor.numel()]
+    metadata = replace(st._metadata, shards_metadata=layout)
+    return st._with(local, metadata=metadata, anchor=st._anchor)
 
 
 def _wide(probe: Tensor, size: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -98,12 +99,18 @@ def _without_shards(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_torch_signature(own: Callable) -> TorchRule:
-    signature = inspect.signature(own)
+    """The rule as torch's: NotImplemented where it lacks a parameter that the call gives. (Not
+    ``Signature.bind``, which takes 2 us of a getter's 3.)"""
+    parameters = inspect.signature(own).parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
+    by_position = math.inf
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        by_position = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    any_name = inspect.Parameter.VAR_KEYWORD in kinds
+    names = {parameter.name for parameter in parameters}
 
     def adapted(types: Any, args: tuple, kwargs: dict[str, Any], process_group: Any) -> Any:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
+        if len(args) > by_position or not (any_name or kwargs.keys() <= names):
             return NotImplemented
         return own(*args, **kwargs)
 
@@ -119,8 +126,9 @@ def dispatch(func: Callable, types: Any, args: tuple, kwargs: dict[str, Any] | N
         group = first._process_group
         if any(other._process_group is not group for other in others):
             raise GroupsDiffer(func=name_of(func))
-        found = _users.get(func) or _spec_rule(first._sharding_spec, func) or _built_in.get(func)
-        result = NotImplemented if found is None else found(types, args, kwargs, group)
+        spec_rule = _spec_rule(first._sharding_spec, func)
+        torch_rule = _users.get(func) or spec_rule or _built_in.get(func)
+        result = NotImplemented if torch_rule is None else torch_rule(types, args, kwargs, group)
         if result is not NotImplemented:
             return result
     raise unsupported(func, args, kwargs)
@@ -128,13 +136,13 @@ def dispatch(func: Callable, types: Any, args: tuple, kwargs: dict[str, Any] | N
 
 def unsupported(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> NoShardedOp:
     """The error of a call that has no rule, or that a rule has no way for."""
-    given = [_kind(x) for x in args] + [f"{k}={_kind(v)}" for k, v in kwargs.items()]
+    shown = [_kind(x) for x in args] + [f"{k}={_kind(v)}" for k, v in kwargs.items()]
     return NoShardedOp(
         func=f"torch.{name_of(func)}",
         name=name_of(func),
         supported=f"There are rules for elementwise functions of tensors that are cut the same "
         f"way, {', '.join(supported())}, size, dtype and the like.",
-        given=f"({', '.join(given)})",
+        given=f"({', '.join(shown)})",
     )
 
 
@@ -147,15 +155,15 @@ def supported() -> list[str]:
 
 def sharded_among(values: Iterable[Any]) -> list[Any]:
     """The sharded tensors among arguments, also in lists and dicts."""
-    found = []
+    tensors = []
     for value in values:
         if is_sharded(value):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += sharded_among(value)
+            tensors += sharded_among(value)
         elif isinstance(value, dict):
-            found += sharded_among(value.values())
-    return found
+            tensors += sharded_among(value.values())
+    return tensors
 
 
 def is_sharded(value: Any) -> bool:
