@@ -1,9 +1,9 @@
 """Advice on a step: what could be changed, and what it saves when the timeline is run again.
 
-Nothing is a rule of thumb: every change is made on the step's own steps (changes.py), priced and
-run; what saves nothing is not told. Each saving is that of the change by itself: two of them may
-save the same time. One rank is looked at: of messages, that the rank at the other end does the same
-and is as far.
+Nothing is a rule of thumb: every change is one that the planner makes of the step's own steps
+(fcoll/scheduling/step_changes.py), priced and run; what saves nothing is not told. Each saving is
+that of the change by itself: two of them may save the same time. One rank is looked at: of
+messages, that the rank at the other end does the same and is as far.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from fcoll.costs.model import number
 from fcoll.errors import FcollError, MemoryCapTooSmall
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.report import changes
-from fcoll.report.program import Program
-from fcoll.report.sharded import sharded
+from fcoll.report.places import moved_to
 from fcoll.report.summary import Row, rows
 from fcoll.scheduling.planner import schedule, without_collector
+from fcoll.scheduling.sequence_parallel import sharded
+from fcoll.scheduling.step_changes import bucketed, prefetched
+from fcoll.scheduling.step_program import Program
+from fcoll.scheduling.streams import freed_in_order
 from fcoll.scheduling.timeline import Costs, Timeline, pricing, timeline
-from fcoll.scheduling.verified_plan import freed_in_order
 from fcoll.table.p2p import IRECV
 from fcoll.units import show_bytes, show_us
 
@@ -180,15 +181,15 @@ def _peers(calls: Iterable[Issued]) -> str:
 
 def _prefetch(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
     """Just in time takes less memory; as early as can be only if that saves more."""
-    soon = changes.prefetched(program, calls, just_in_time=True)
+    soon = prefetched(program, calls, just_in_time=True)
     if soon is None:
         return None
-    lead = max(program.clock[program.at[c.start]] - _lead(soon, c) for c in calls)
+    lead = max(program.compute_before_us[program.at[c.start]] - _lead(soon, c) for c in calls)
     what = f"prefetch: start {_calls(row)} up to {show_us(lead)} of compute earlier{_peers(calls)}"
     what += _by_units(program, row, calls)
     told = _told(program, row, "prefetch", what, soon.line)
     if row.exposed_us - told.saved_us > 0.05 * row.exposed_us:
-        first = changes.prefetched(program, calls, just_in_time=False)
+        first = prefetched(program, calls, just_in_time=False)
         if first is not None and first.line.step_us < 0.99 * soon.line.step_us:
             it = "their" if row.count > 1 else "its"
             what = f"prefetch: start {_calls(row)} as soon as {it} inputs are there{_peers(calls)}"
@@ -210,11 +211,11 @@ def _of_fsdp2(program: Program, call: Issued) -> bool:
 
 
 def _lead(made: Program, call: Issued) -> float:
-    return made.clock[made.at[call.start]]
+    return made.compute_before_us[made.at[call.start]]
 
 
 def _bucket(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
-    made = changes.bucketed(program, calls)
+    made = bucketed(program, calls)
     if made is None:
         return None
     left = len(made.collectives) - (len(program.collectives) - len(calls))
@@ -245,7 +246,7 @@ def _axis(program: Program, exposed: Sequence[Row]) -> Advice | None:
     for one, other in combinations(program.mesh, 2):
         swap = {one: other, other: one}
         order = [swap.get(name, name) for name in program.mesh]
-        made = changes.relaid(program, order)
+        made = _relaid(program, order)
         if best is None or made.line.step_us < best[0].line.step_us:
             best = made, order
     if best is None:
@@ -256,6 +257,16 @@ def _axis(program: Program, exposed: Sequence[Row]) -> Advice | None:
     mesh = ", ".join(f"{name}={program.mesh[name]}" for name in order)
     what = f"axis: lay the mesh out as ({mesh}), so that {row.axis} is on other links"
     return _told(program, row, "axis", what, made.line)
+
+
+def _relaid(program: Program, order: Sequence[str]) -> Program:
+    """The mesh with its axes in another order, so that groups lie on other links."""
+    calls = [
+        replace(c, ranks=tuple(moved_to(r, program.mesh, order) for r in c.ranks))
+        for c in program.collectives
+    ]
+    us = {c.start: program.model.collective(c) for c in calls}
+    return replace(program, collectives=tuple(calls), us={**program.us, **us})
 
 
 def _plan(program: Program) -> Advice | None:

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import fully_shard
 import fcoll
 from fcoll.costs.machine import Link, Machine
 from fcoll.costs.model import collective_us
-from fcoll.report import changes
 from fcoll.report.advice import Advice, _program, advice
-from fcoll.scheduling import verify_order
+from fcoll.scheduling import step_changes, verify_order
 from fcoll.scheduling.timeline import timeline
 
 MACHINE = Machine(
@@ -83,7 +82,7 @@ def test_prefetch_moves_no_start_past_what_it_needs():
         trace = fcoll.trace(gathers(mesh), torch.ones(2048, WIDTH), parts())
         program = _program(trace, MACHINE, None, "first use")
     for just_in_time in (True, False):
-        made = changes.prefetched(program, program.collectives, just_in_time)
+        made = step_changes.prefetched(program, program.collectives, just_in_time)
         assert made is not None and made.steps != program.steps
         verify_order.check_steps(program.steps, made.steps, pytest.fail)
 

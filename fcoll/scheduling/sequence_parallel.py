@@ -17,7 +17,7 @@ import torch
 
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.report.program import Edits, Program
+from fcoll.scheduling.step_program import Edits, Program
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 
@@ -127,11 +127,11 @@ class _Shards:
     def shrink(self, step: Step) -> None:
         n, us = self.call.n, self.program.us[step.name]
         small = replace(step, read_bytes=step.read_bytes / n, write_bytes=step.write_bytes / n)
-        full = self.program.price(step)
+        full = self.program.model(step)
         if self.local[step.name] == "row":
             small = replace(small, out_bytes=step.out_bytes // n)
         self.edits.steps[step.name] = small
-        self.edits.us[step.name] = us * self.program.price(small) / full if full else us
+        self.edits.us[step.name] = us * self.program.model(small) / full if full else us
 
     def gathered(self) -> Iterator[tuple[str, int]]:
         """What is needed whole, and where first."""

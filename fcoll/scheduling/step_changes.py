@@ -14,9 +14,8 @@ from typing import Any
 
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.report.places import moved_to
-from fcoll.report.program import Edits, Program
 from fcoll.scheduling.buckets import MERGED, SATURATED, saturating_bytes
+from fcoll.scheduling.step_program import Edits, Program
 from fcoll.table.collectives import functional_row
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.p2p import IRECV, ISEND
@@ -29,8 +28,8 @@ def prefetched(program: Program, calls: Sequence[Issued], just_in_time: bool) ->
     its time and that of the calls behind it."""
     edits, goal = Edits(program), float("inf")
     for call in sorted(calls, key=lambda c: program.at[c.start], reverse=True):
-        goal = min(goal, program.clock[program.use_of(call)]) - program.us[call.start]
-        wanted = max(bisect_right(program.clock, goal) - 1, 0) if just_in_time else 0
+        goal = min(goal, program.compute_before_us[program.use_of(call)]) - program.us[call.start]
+        wanted = max(bisect_right(program.compute_before_us, goal) - 1, 0) if just_in_time else 0
         there = max(program.earliest(call.start), wanted)
         if there < program.at[call.start]:
             edits.move(call.start, there)
@@ -85,7 +84,7 @@ def _side_by_side(program: Program, run: Sequence[Issued]) -> bool:
     between = program.steps[min(at) : max(at) + 1]
     starts = {c.start for c in run}
     alone = all(s.kind != "start" or s.name in starts for s in between)
-    return alone and program.clock[max(at)] == program.clock[min(at)]
+    return alone and program.compute_before_us[max(at)] == program.compute_before_us[min(at)]
 
 
 def _place(program: Program, run: Sequence[Issued]) -> int:
@@ -121,7 +120,7 @@ def _merge(edits: Edits, run: Sequence[Issued]) -> None:
         edits.steps[c.start], edits.calls[c.id] = None, None
     edits.calls[last.id] = whole
     if packs:
-        edits.add(place, pack, program.price(pack))
+        edits.add(place, pack, program.model(pack))
     edits.add(place, sends, program.price_call(whole, run))
     keeps = any(c.start not in program.freed for c in run)
     for c, start in zip(run, starts, strict=True):
@@ -148,7 +147,7 @@ def _take_out(
         part = _copy(f"{sends.name}_{call.start}", [waits], start.out_bytes)
         part = replace(part, uses=(sends.name,), last_use_of=(sends.name,))
         behind = max(program.use_of(call), program.at[wait.name] + 1)
-        edits.add(behind, part, program.price(part))
+        edits.add(behind, part, program.model(part))
         edits.inputs |= {wait.name: part.name, call.start: part.name}
         edits.memory[call.start] = part.name if call.start in program.freed else ""
 
@@ -166,16 +165,3 @@ def _copy(name: str, of: Sequence[Step], nbytes: int) -> Step:
         read_bytes=nbytes, write_bytes=nbytes, out_bytes=nbytes, last_use_of=(), collective=None,
         op="aten::cat", fused_with=None, effect="",
     )  # fmt: skip
-
-
-# -- on other links ---
-
-
-def relaid(program: Program, order: Sequence[str]) -> Program:
-    """The mesh with its axes in another order, so that groups lie on other links."""
-    calls = [
-        replace(c, ranks=tuple(moved_to(r, program.mesh, order) for r in c.ranks))
-        for c in program.collectives
-    ]
-    us = {c.start: program.model_us(c) for c in calls}
-    return replace(program, collectives=tuple(calls), us={**program.us, **us})

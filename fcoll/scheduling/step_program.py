@@ -1,8 +1,12 @@
-"""Steps with their prices, where each stands and could stand, and edits of them."""
+"""Steps with their prices, where each stands and could stand, and edits of them.
+
+A graph is not needed: a trace from a file has none, and what writes into given tensors (FSDP2) or
+sends messages is changed as well. Such changes are not carried out; ``fcoll.advice`` tells what
+they would be worth.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,11 +14,11 @@ from itertools import accumulate
 from typing import Any
 
 from fcoll.costs.machine import Machine
-from fcoll.costs.model import collective_us, compute_us, number
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.scheduling.timeline import Timeline, timeline
-from fcoll.scheduling.verified_plan import freed_in_order
+from fcoll.scheduling.clock import START
+from fcoll.scheduling.streams import freed_in_order
+from fcoll.scheduling.timeline import Prices, Reading, Timeline, timeline
 
 
 @dataclass(frozen=True)
@@ -38,29 +42,21 @@ class Program:
         return {step.name: i for i, step in enumerate(self.steps)}
 
     @cached_property
-    def clock(self) -> list[float]:
+    def compute_before_us(self) -> list[float]:
         """How much compute comes before each step; at the end, all of it."""
         each = (0.0 if s.kind == "start" else self.us[s.name] for s in self.steps)
         return list(accumulate(each, initial=0.0))
 
     @cached_property
     def used_at(self) -> dict[str, int]:
-        """Of each start, where compute has to have its result."""
-        lazy = self.waits == "first use"
+        """Of each start, where compute has to have its result: as the clock reads the steps."""
         results = {c.id: len(c.shapes) for c in self.collectives}
-        waits: Counter[int | None] = Counter()  # a list has one for each result
-        waited: dict[str, str] = {}
+        read = Reading(self.steps, lambda step: 0.0, self.waits == "first use", results, None)
         found: dict[str, int] = {}
-        for i, step in enumerate(self.steps):
-            for name in step.inputs:
-                again = name in waited and waits[step.collective] >= results.get(
-                    step.collective or 0, 1
-                )
-                if step.kind == "wait" and lazy and not again:
-                    waits[step.collective] += 1
-                    waited[step.name] = waited.get(name, name)
-                elif step.kind != "start" or name in waited:
-                    found.setdefault(waited.get(name, name), i)
+        for u, flights in enumerate(read.units.flights):
+            starts = read.units.kind[u] == START
+            for v in read.waits_first.get(u, ()) if starts else flights:
+                found.setdefault(self.steps[v].name, u)
         return found
 
     def use_of(self, call: Issued) -> int:
@@ -108,26 +104,17 @@ class Program:
             low = max([low, *(self.at[x] + 1 for x in inputs if x not in self.free)])
         return low
 
-    def price(self, step: Step) -> float:
-        return number(compute_us(step, self.machine))
+    @cached_property
+    def model(self) -> Prices:
+        """The machine's prices, of steps and calls that are made, too."""
+        return Prices(self.collectives, self.machine, None, None)
 
     def price_call(self, call: Issued, like: Sequence[Issued]) -> float:
         """The machine's price of a call; where those it is made of took longer or shorter than
         theirs, because they were measured, it does so, too."""
-        took, priced = sum(self.us[c.start] for c in like), sum(map(self.model_us, like))
-        return self.model_us(call) * (took / priced if priced else 1.0)
-
-    def model_us(self, call: Issued) -> float:
-        key = call.op, call.bytes, call.ranks
-        if key not in self._known_us:
-            us = collective_us(call.op, call.n, call.bytes, self.machine, call.ranks)
-            self._known_us[key] = number(us)
-        return self._known_us[key]
-
-    @cached_property
-    def _known_us(self) -> dict[Any, float]:
-        """Calls that are alike are priced once."""
-        return {}
+        took = sum(self.us[c.start] for c in like)
+        priced = sum(map(self.model.collective, like))
+        return self.model.collective(call) * (took / priced if priced else 1.0)
 
 
 @dataclass
