@@ -8,9 +8,11 @@ sympy, which take longer to import than all of fcoll, are imported by those who 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +35,6 @@ warn_of_untested(torch.__version__)
 
 symmetric_memory = private("torch.distributed._symmetric_memory")
 get_proxy_mode = private("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
-FakeStore = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
 _C = "torch._C"
 
 # The class that DTensor, FSDP2 and AOTAutograd recognise by isinstance: ours derives from it.
@@ -66,6 +67,7 @@ def dtype_name(name: str) -> str:
 
 # -- the ops of c10d, torch.distributed's own ---
 
+FakeStore = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
 FakeWork = private(_C, "_distributed_c10d.FakeWork")
 
 
@@ -420,7 +422,7 @@ def as_dtypes(given: Sequence[Any]) -> Sequence[torch.dtype | None]:
 # -- worlds ---
 
 # The tables that torch.distributed keeps its groups in.
-WORLD_TABLES = (
+_TABLES = (
     "_pg_map",
     "_pg_names",
     "_pg_group_ranks",
@@ -428,38 +430,80 @@ WORLD_TABLES = (
     "_tags_to_pg",
     "_pg_to_tag",
 )
+_CHANGED = (*_TABLES, "_group_count")
+
+
+class World:
+    """Groups of torch.distributed that take the place of those that are there: ``enter`` it, as
+    often as you like. At first there are none, as in a new process."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Any] = {t: {} for t in _TABLES}
+        self.default: Any = None
+        self.count = 0
+        self._copies: dict[str, Any] = {}  # of the tables, for the program to write to
+
+    def fill(self, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+        """The groups that ``make`` makes are the world's from now on. They stay registered by their
+        names, which must be their own: to register three anew at every entry would take as long as
+        three collectives."""
+        with fresh_world():
+            made = make()
+            self.tables = {t: getattr(c10d, t) for t in _TABLES}
+            self.default, self.count = c10d._world.default_pg, c10d._group_count
+        _register(self.tables["_pg_names"])
+        weakref.finalize(self, _unregister, dict(self.tables["_pg_names"]))
+        return made
+
+    def enter(self) -> Callable[[], None]:
+        """Put this world in the place of the one that is there; returns what undoes it."""
+        world, here = c10d._world, vars(c10d)
+        before = {t: here[t] for t in _CHANGED}
+        default, state = world.default_pg, dict(vars(world))
+        _unregister(before["_pg_names"])
+        tables = self._copies or {t: dict(table) for t, table in self.tables.items()}
+        tables["_group_count"] = self.count
+        self._copies = {}  # not for one that is entered inside this one
+        here.update(tables)
+        world._pg_coalesce_state, world._comms = {}, []
+        world._pg_flight_recorder_hooks = {}  # 2.15: destroy_process_group clears it
+        c10d._update_default_pg(self.default)
+
+        def leave() -> None:
+            mine, names = self.tables["_pg_names"], here["_pg_names"]
+            if names.keys() == mine.keys():
+                self._copies = tables  # no group was made or destroyed
+            else:
+                _unregister({pg: n for pg, n in names.items() if pg not in mine})
+                _register({pg: n for pg, n in mine.items() if pg not in names})
+            here.update(before)
+            c10d._update_default_pg(default)
+            vars(world).update(state)
+            _register(before["_pg_names"])
+
+        return leave
 
 
 @contextmanager
 def fresh_world() -> Iterator[None]:
     """torch.distributed as in a new process; what was there comes back at the end."""
-    world = c10d._world
-    tables = {name: getattr(c10d, name) for name in WORLD_TABLES}
-    count, default, state = c10d._group_count, world.default_pg, dict(vars(world))
-    names = dict(c10d._pg_names)
-    _register(names, on=False)
-    vars(c10d).update({name: {} for name in WORLD_TABLES}, _group_count=0)
-    world._pg_coalesce_state, world._comms = {}, []
-    world._pg_flight_recorder_hooks = {}  # 2.15: destroy_process_group clears it
-    c10d._update_default_pg(None)
+    leave = World().enter()
     _forget_meshes()
     try:
         yield
     finally:
-        _register(dict(c10d._pg_names), on=False)
-        vars(c10d).update(tables, _group_count=count)
-        c10d._update_default_pg(default)
-        vars(world).update(state)
-        _register(names, on=True)
+        leave()
         _forget_meshes()
 
 
-def _register(names: dict[dist.ProcessGroup, str], on: bool) -> None:
+def _register(names: dict[dist.ProcessGroup, str]) -> None:
     for pg, name in names.items():
-        if on:
-            c10d._register_process_group(name, pg)
-        else:
-            c10d._unregister_process_group(name)
+        c10d._register_process_group(name, pg)
+
+
+def _unregister(names: dict[dist.ProcessGroup, str]) -> None:
+    for name in names.values():
+        c10d._unregister_process_group(name)
 
 
 def _forget_meshes() -> None:
@@ -472,7 +516,26 @@ def _forget_meshes() -> None:
         clear_redistribute_planner_cache()
 
 
-def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:
+def fake_mesh(
+    axes: dict[str, int], rank: int, device: str, names: dict[str, str], desc: str
+) -> DeviceMesh:
+    """A mesh as a rank sees it, over groups that communicate nothing: one of all ranks, described
+    by ``desc``, and one for each axis, as ``names`` has them. An axis of all ranks has the first,
+    as in init_device_mesh."""
+    shape = tuple(axes.values())
+    ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
+    everyone = _fake_group(range(ranks.numel()), rank, names["world"], desc)
+    groups = []
+    for i, (axis, n) in enumerate(axes.items()):
+        rows = ranks.movedim(i, -1).reshape(-1, n)
+        mine = rows[(rows == rank).any(1)][0].tolist()
+        whole = n == ranks.numel()
+        groups.append(everyone if whole else _fake_group(mine, rank, names[axis], f"mesh_{axis}"))
+    # made so, it takes no time for each other group
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(axes))
+
+
+def _fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.ProcessGroup:
     """A group that communicates nothing. The first one made is the default group."""
     default = c10d._world.default_pg is None
     pg, _ = c10d._new_process_group_helper(
@@ -489,13 +552,6 @@ def fake_group(ranks: Sequence[int], rank: int, name: str, desc: str) -> dist.Pr
     if default:
         c10d._update_default_pg(pg)
     return pg
-
-
-def mesh_of_groups(
-    ranks: torch.Tensor, axes: tuple[str, ...], groups: list[dist.ProcessGroup], device: str
-) -> DeviceMesh:
-    """The mesh whose axes have these groups. Made so, it takes no time for each other group."""
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=axes)
 
 
 say_what_is_missing(__name__)

@@ -20,8 +20,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -325,29 +324,3 @@ def _no_such_process(pid: int) -> bool:
     except OSError:
         return False
     return True  # it waits for its parent to ask for its exit code
-
-
-# -- torchrun's variables ---
-
-#: In which torchrun tells a process its rank.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK")
-
-
-@contextmanager
-def torchrun_variables(world_size: int, rank: int | None = None) -> Iterator[None]:
-    """Inside, the environment tells of a world on one host, as torchrun does; of a rank, too, if it
-    is given. Libraries that find none take it that they are alone."""
-    given = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
-    given |= {} if rank is None else dict.fromkeys(RANK_VARIABLES, rank)
-    shown = {name: str(number) for name, number in given.items()}
-    shown |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    before = {name: os.environ.get(name) for name in shown}
-    os.environ.update(shown)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -29,7 +29,7 @@ from fcoll.reductions import PREMUL_SUM, parse
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES, functional_row, row_of, single_row
 from fcoll.table.partition import Partition
-from fcoll.table.pieces import UNEVEN, received
+from fcoll.table.pieces import received
 from fcoll.table.row import Collective
 
 _WAITS = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd")  # of torch's namespaces
@@ -94,7 +94,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
             stack = stack[[x._order.index(r) for r in who.ranks]]
         assert row.stacked is not None
         return Result(who.ranks, stack=row.stacked(stack, args, who.partition))
-    if row.name not in UNEVEN or args.get("dim"):
+    if row.uneven is None or args.get("dim"):
         raise RaggedRanks(op=row.name, why="the ranks' tensors have different shapes")
     parts: dict[int, Tensor] = {}
     for g in who.groups:
@@ -102,7 +102,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
         for t in mine:
             _check_divisible(row.name, t.shape, len(g), args)
         of_ranks = [{k: _of_rank(v, r) for k, v in args.items()} for r in g]
-        parts |= zip(g, UNEVEN[row.name](mine, of_ranks), strict=True)
+        parts |= zip(g, row.uneven(mine, of_ranks), strict=True)
     return Result(who.ranks, parts=parts)
 
 

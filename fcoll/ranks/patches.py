@@ -10,6 +10,7 @@ Patches nest, and may end in any order: a name gets back what it had before all 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,3 +159,29 @@ def report() -> str:
     """``replaced_now()`` for people: a line a name."""
     lines = [f"{name}  by {by}" for by, names in replaced_now().items() for name in names]
     return "\n".join(lines) or "nothing is replaced"
+
+
+# -- torchrun's variables ---
+
+#: In which torchrun tells a process its rank.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK")
+
+
+@contextmanager
+def torchrun_variables(world_size: int, rank: int | None = None) -> Iterator[None]:
+    """Inside, the environment tells of a world on one host, as torchrun does; of a rank, too, if it
+    is given. Libraries that find none take it that they are alone."""
+    given = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
+    given |= {} if rank is None else dict.fromkeys(RANK_VARIABLES, rank)
+    shown = {name: str(number) for name, number in given.items()}
+    shown |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    before = {name: os.environ.get(name) for name in shown}
+    os.environ.update(shown)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fcoll.lobby import RANK_VARIABLES
+from fcoll.ranks.patches import RANK_VARIABLES
 from fcoll.simulation import _torch
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fcoll.eager import async_tensor
 from fcoll.errors import BadOption, RankFailed, RanksTimeout, ran
-from fcoll.lobby import torchrun_variables
+from fcoll.ranks.patches import torchrun_variables
 from fcoll.simulation import _torch, rank_worlds
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fcoll._torch import guard_or_false
 from fcoll.errors import BadPermutation, BadSplits, fail
 from fcoll.groups import by_name, check_device, group_rank, group_size
-from fcoll.table import stacks, wire
+from fcoll.table import pieces, stacks, wire
 from fcoll.table.checks import check_dim, check_divisible, complaint, listed, shown
 from fcoll.table.layout import chunks, concat, copied, flat
 from fcoll.table.partition import Partition
@@ -101,6 +102,18 @@ def _resharded(x_W: Tensor, gather_dim: int, shard_dim: int, groups: Partition) 
     return groups.placed(received).flatten(1 + gather_dim, 2 + gather_dim)
 
 
+def _uneven_all_to_all(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    sent = pieces.parts_of(xs, [a["input_split_sizes"] for a in args])
+    arrived = pieces.received("all_to_all", sent)
+    for i, (ys, a) in enumerate(zip(arrived, args, strict=True)):
+        wanted, sizes = a["output_split_sizes"], [y.shape[0] for y in ys]
+        if wanted and list(wanted) != sizes:
+            why = f"rank {i} is sent {sizes} rows"
+            facts = {"op": "all_to_all_single", "arg": "output_splits", "n": len(xs)}
+            fail(BadSplits, splits=listed(wanted), why=why, **facts)
+    return [torch.cat(ys) for ys in arrived]
+
+
 ALL_TO_ALL_SINGLE = declare(
     "all_to_all_single",
     "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name)"
@@ -110,6 +123,7 @@ ALL_TO_ALL_SINGLE = declare(
     run=_run_all_to_all,
     adjoint=_all_to_all_adjoint,
     stacked=_stacked_all_to_all_single,
+    uneven=_uneven_all_to_all,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     personal=True,
@@ -167,6 +181,14 @@ def _stacked_shard_dim_alltoall(x_W: Tensor, args: stacks.Args, groups: Partitio
     return _resharded(x_W, args["gather_dim"], args["shard_dim"], groups)
 
 
+def _uneven_shard_dim(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    gather_dim, shard_dim = args[0]["gather_dim"], args[0]["shard_dim"]
+    if gather_dim == shard_dim:
+        return xs
+    sent = pieces.parts_of(xs, [None] * len(xs), shard_dim)
+    return [torch.cat(ys, gather_dim) for ys in pieces.received("all_to_all", sent)]
+
+
 SHARD_DIM_ALLTOALL = declare(
     "shard_dim_alltoall",
     "(Tensor input, int gather_dim, int shard_dim, str group_name) -> Tensor",
@@ -175,6 +197,7 @@ SHARD_DIM_ALLTOALL = declare(
     run=_run_shard_dim,
     adjoint=_shard_dim_adjoint,
     stacked=_stacked_shard_dim_alltoall,
+    uneven=_uneven_shard_dim,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     personal=True,
@@ -226,6 +249,11 @@ def _stacked_permute(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tenso
     return groups.placed(torch.stack(received))
 
 
+def _uneven_permute(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    dst = list(args[0]["dst"])
+    return [xs[dst.index(i)] if i in dst else torch.zeros_like(x) for i, x in enumerate(xs)]
+
+
 PERMUTE = declare(
     "permute",
     "(Tensor input, int[] dst, str group_name) -> Tensor",
@@ -234,6 +262,7 @@ PERMUTE = declare(
     run=_run_permute,
     adjoint=_permute_adjoint,
     stacked=_stacked_permute,
+    uneven=_uneven_permute,
     wire_bytes=wire.everything,
     steps=wire.one,
     personal=True,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fcoll.groups import by_name, check_device
-from fcoll.table import stacks, wire
+from fcoll.table import pieces, stacks, wire
 from fcoll.table.checks import check_gathers, check_list, check_rank, check_scatters
 from fcoll.table.layout import (
     by_dtype,
@@ -75,6 +75,11 @@ def _stacked_all_gather_into_tensor(x_W: Tensor, args: stacks.Args, groups: Part
     return stacks.gathered(x_W, args.get("dim", 0), groups)
 
 
+def _uneven_all_gather(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    rows = [[x.reshape(1) if x.dim() == 0 else x] for x in xs]
+    return [torch.cat(ys) for ys in pieces.received("all_gather", rows)]
+
+
 ALL_GATHER_INTO_TENSOR = declare(
     "all_gather_into_tensor",
     "(Tensor input, int group_size, str group_name, int dim=0, SymInt[]? sizes=None) -> Tensor",
@@ -83,6 +88,7 @@ ALL_GATHER_INTO_TENSOR = declare(
     run=run_all_gather,
     adjoint=_all_gather_adjoint,
     stacked=_stacked_all_gather_into_tensor,
+    uneven=_uneven_all_gather,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     replicates=True,
@@ -238,6 +244,10 @@ def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Ten
     return stacks.on_all(x_W, src, groups)
 
 
+def _uneven_broadcast(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    return pieces.only(pieces.received("broadcast", [[x] for x in xs], root=args[0]["src"]))
+
+
 BROADCAST = declare(
     "broadcast",
     "(Tensor input, int src, str group_name) -> Tensor",
@@ -246,6 +256,7 @@ BROADCAST = declare(
     run=_run_broadcast,
     adjoint=_broadcast_adjoint,
     stacked=_stacked_broadcast,
+    uneven=_uneven_broadcast,
     wire_bytes=wire.everything,
     steps=wire.n_minus_1,
     one_shot_bytes=wire.to_each,

@@ -158,24 +158,12 @@ class Partition:
             return y.unsqueeze(1).expand(A, n, S, *y.shape[2:]).reshape(A * n * S, *y.shape[2:])
         return y.flatten(0, 1).index_select(0, self._index("group", y))
 
-    def summed(self, x_W: Tensor, start: Tensor) -> Tensor:
-        """[W, ...] -> [A, S, ...]: each group's sum, added rank by rank to ``start`` [groups, ...],
-        of groups that are in order, on a CPU.
+    def summed(self, x_W: Tensor, zero: complex) -> Tensor:
+        """[W, ...] -> [groups, ...]: each group's sum, added rank by rank, of groups that sum at
+        once, on a CPU and in no trace. What it starts from is kept if small.
 
         index_add adds one slice after the other: 64 x 1 KiB in 8 us, by torch.add 112.
         """
-        if x_W.stride(0) == 0 and x_W.numel() < _SMALL:
-            x_W = x_W.contiguous()  # expanded: 64 x 1 KiB in 11 us instead of 27
-        start.index_add_(0, self._index("group", x_W), x_W)
-        A, _, S = self.grid or (len(self.groups), 0, 1)
-        return start.view(A, S, *x_W.shape[1:])
-
-    def summed_on_all(self, x_W: Tensor, zero: complex) -> Tensor:
-        """[W, ...] -> [W, ...]: each group's sum, as ``summed`` makes it, on each of its ranks; of
-        real tensors in no trace. Few ops of torch's, and what they start from is kept if small."""
-        index = self._kept.get(("group", x_W.device))
-        if index is None:
-            index = self._index("group", x_W)
         back: list[int] = []
         if x_W.numel() > _FEW and not x_W.is_contiguous():
             x_W, back = _dense(x_W)
@@ -186,12 +174,13 @@ class Partition:
                 start = torch.full(shape, zero, dtype=dtype, device="cpu")
             if start.nbytes <= _KEPT_BYTES and len(self._kept) < _KEPT:
                 self._kept[shape, dtype] = start
-        total = start.index_add(0, index, x_W)
-        if back:
-            total = total.permute(back).contiguous()
-        if shape[0] == 1:
-            return total.expand(self.world, *total.shape[1:])
-        return total.index_select(0, index)
+        total = start.index_add(0, self.group_index(x_W), x_W)
+        return total.permute(back).contiguous() if back else total
+
+    def group_index(self, like: Tensor) -> Tensor:
+        """The group of each rank; in no trace."""
+        index = self._kept.get(("group", like.device))
+        return self._index("group", like) if index is None else index
 
     def only_on(self, rank: int, y: Tensor) -> Tensor:
         """[A, S, ...] -> [W, ...]: on this rank of each group, zeros elsewhere."""

@@ -2,8 +2,8 @@
 the rows' ``stacked`` rules for even ones.
 
 Each rank of a group gives pieces and gets pieces. ``ROUTES`` says of each of the few ways in which
-pieces go around what every piece that arrives is made of; ``UNEVEN`` has the rows that are known to
-be made of them: how tensors are cut into pieces, and put together of those that arrive.
+pieces go around what every piece that arrives is made of. How a row cuts its tensors into pieces,
+and puts together those that arrive, is its ``uneven`` rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fcoll.reductions import REDUCTIONS, Reduction, fold
@@ -98,64 +97,14 @@ def amount(x: Tensor) -> str:
     return f"{x.numel()} {str(x.dtype).removeprefix('torch.')}"
 
 
-# -- rows: their tensors of one group, and the arguments of each rank -> what each gets ---
+def parts_of(xs: Sequence[Tensor], sizes: Sequence[Any], dim: int = 0) -> list[tuple[Tensor, ...]]:
+    """The ranks' tensors in pieces, one for each rank: of these sizes, or alike where there are
+    none."""
+    n = len(xs)
+    cut = zip(xs, sizes, strict=True)
+    return [x.split(list(each), dim) if each else x.chunk(n, dim) for x, each in cut]
 
 
-def _all_reduce(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    return [y for (y,) in received("all_reduce", [[x] for x in xs], args[0]["reduce_op"])]
-
-
-def _broadcast(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    return [y for (y,) in received("broadcast", [[x] for x in xs], root=args[0]["src"])]
-
-
-def _all_gather(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    rows = [x.reshape(1) if x.dim() == 0 else x for x in xs]
-    return [torch.cat(ys) for ys in received("all_gather", [[x] for x in rows])]
-
-
-def _reduce_scatter(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    parts = [_cut(x, a.get("sizes"), len(xs)) for x, a in zip(xs, args, strict=True)]
-    return [y for (y,) in received("reduce_scatter", parts, args[0]["reduce_op"])]
-
-
-def _all_to_all(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    sent = [_cut(x, a.get("input_split_sizes"), len(xs)) for x, a in zip(xs, args, strict=True)]
-    arrived = received("all_to_all", sent)
-    for i, (ys, a) in enumerate(zip(arrived, args, strict=True)):
-        wanted, found = a.get("output_split_sizes"), [y.shape[0] for y in ys]
-        if wanted and list(wanted) != found:
-            raise ValueError(
-                f"all_to_all: rank {i} of the group waits for {list(wanted)} rows, and the chunks "
-                f"sent to it have {found}"
-            )
-    return [torch.cat(ys) for ys in arrived]
-
-
-def _shard_dim_alltoall(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    gather_dim, shard_dim = args[0]["gather_dim"], args[0]["shard_dim"]
-    if gather_dim == shard_dim:
-        return xs
-    sent = [x.chunk(len(xs), shard_dim) for x in xs]
-    return [torch.cat(ys, gather_dim) for ys in received("all_to_all", sent)]
-
-
-def _permute(xs: list[Tensor], args: Sequence[Args]) -> list[Tensor]:
-    dst = list(args[0]["dst"])
-    return [xs[dst.index(i)] if i in dst else torch.zeros_like(x) for i, x in enumerate(xs)]
-
-
-def _cut(x: Tensor, sizes: Sequence[int] | None, n: int) -> tuple[Tensor, ...]:
-    return x.split(list(sizes)) if sizes else x.chunk(n)
-
-
-#: By the row's name. Results may share memory with one another and with what was given.
-UNEVEN: dict[str, Callable[[list[Tensor], Sequence[Args]], list[Tensor]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
-    "shard_dim_alltoall": _shard_dim_alltoall,
-    "broadcast": _broadcast,
-    "permute": _permute,
-}
+def only(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Of ranks that get one piece each."""
+    return [piece for (piece,) in pieces]

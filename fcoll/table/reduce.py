@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from fcoll.errors import BadOption, fail
 from fcoll.groups import Group, by_name, check_device
 from fcoll.reductions import REDUCTIONS, check_reduction
-from fcoll.table import stacks, wire
+from fcoll.table import pieces, stacks, wire
 from fcoll.table.checks import check_list, check_rank, check_scatters
 from fcoll.table.layout import by_dtype, chunks, copied, issue_list
 from fcoll.table.partition import Partition
@@ -53,22 +54,18 @@ def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) ->
     return stacks.mean_or_sum(G_W, args, groups)
 
 
-def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
-    if isinstance(groups, Partition) and args.get("grad") != "identity":
-        total = stacks.sums_on_all(args["reduce_op"], x_W, groups)
-        if total is not None:
-            return total
-    return _any_stacked_all_reduce(x_W, args, groups)
-
-
 @stacks.even
 @stacks.linear(
     _transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity"
 )
-def _any_stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
+def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args.get("grad", "sum") == "identity":
         return stacks.OwnGradient.apply(x_W, args["reduce_op"], groups)
-    return groups.spread(stacks.reduced(args["reduce_op"], x_W, groups))
+    return stacks.reduced_on_all(args["reduce_op"], x_W, groups)
+
+
+def _uneven_all_reduce(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    return pieces.only(pieces.received("all_reduce", [[x] for x in xs], args[0]["reduce_op"]))
 
 
 ALL_REDUCE = declare(
@@ -79,6 +76,7 @@ ALL_REDUCE = declare(
     run=_run_all_reduce,
     adjoint=_all_reduce_adjoint,
     stacked=_stacked_all_reduce,
+    uneven=_uneven_all_reduce,
     saves=saves,
     wire_bytes=wire.ring_twice,
     steps=wire.twice_n_minus_1,
@@ -145,6 +143,11 @@ def _stacked_reduce_scatter_tensor(x_W: Tensor, args: stacks.Args, groups: Parti
     return stacks.scattered(x_W, args["reduce_op"], args.get("dim", 0), groups)
 
 
+def _uneven_reduce_scatter(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tensor]:
+    parts = pieces.parts_of(xs, [a.get("sizes") for a in args])
+    return pieces.only(pieces.received("reduce_scatter", parts, args[0]["reduce_op"]))
+
+
 REDUCE_SCATTER_TENSOR = declare(
     "reduce_scatter_tensor",
     "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
@@ -154,6 +157,7 @@ REDUCE_SCATTER_TENSOR = declare(
     run=run_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,
     stacked=_stacked_reduce_scatter_tensor,
+    uneven=_uneven_reduce_scatter,
     saves=saves,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,

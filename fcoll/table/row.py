@@ -87,6 +87,9 @@ class Collective:
     #: The results of all ranks from the tensors of all ranks. Of a form that writes: what it
     #: writes. None, of a row that came without one: it cannot be simulated in a batch.
     stacked: Callable[..., Any] | None = None
+    #: The same of one group's tensors in a list, whose shapes may differ, and of each rank's other
+    #: arguments by name; results may share memory. None: only even ones are known.
+    uneven: Callable[[list[Tensor], list[dict[str, Any]]], list[Tensor]] | None = None
     #: Whose values the gradient needs: ("input",), ("input", "output") or ().
     saves: Callable[[Any], tuple[str, ...]] | None = None
     #: Does torch's op want contiguous strides?

@@ -227,65 +227,43 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def reduced(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
     """[W, ...] -> [A, S, ...]: what each of even groups reduces to."""
-    at_once = groups.n > 1 and groups.in_order and x_W.is_cpu and reduce_op in ("sum", "avg")
-    if not (at_once and _rounds(x_W.dtype) and _torch.ordinary(x_W)):
+    if not _sums_at_once(reduce_op, x_W, groups):
         return folded(reduce_op, groups.members(x_W))
-    if not (x_W.requires_grad and torch.is_grad_enabled()):
-        return _summed(reduce_op, x_W, groups)
-    return _Summed.apply(x_W, reduce_op, groups)
+    A, _, S = groups.grid or (len(groups.groups), 0, 1)
+    summed = _Summed.apply if x_W.requires_grad and torch.is_grad_enabled() else _summed
+    return summed(x_W, reduce_op, groups).view(A, S, *x_W.shape[1:])
 
 
-def _summed(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
-    dtype = x_W.dtype
-    wide = accumulator(dtype)
-    start = _zeros((len(groups.groups), *x_W.shape[1:]), wide)
-    total = groups.summed(x_W if wide is dtype else x_W.to(wide), start)
-    if reduce_op == "avg":
-        total = total / groups.n
-    return total if wide is dtype else total.to(dtype)
+def reduced_on_all(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
+    """[W, ...] -> [W, ...]: what each of even groups reduces to, on all of its ranks."""
+    differentiated = x_W.requires_grad and torch.is_grad_enabled()
+    if differentiated or not _sums_at_once(reduce_op, x_W, groups):
+        return groups.spread(reduced(reduce_op, x_W, groups))
+    total = _summed(x_W, reduce_op, groups)
+    if len(groups.groups) == 1:
+        return total.expand(groups.world, *total.shape[1:])
+    return total.index_select(0, groups.group_index(total))  # as spread, in a few ops less
 
 
-def sums_on_all(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor | None:
-    """``groups.spread(reduced(...))`` of a sum or mean of ordinary tensors, in a few ops; None for
-    others, and where one group's ranks share a result that is differentiated."""
-    dtype = x_W.dtype
-    if not (
+def _sums_at_once(reduce_op: str, x_W: Tensor, groups: Partition) -> bool:
+    return (
         groups.sums_at_once
         and (reduce_op == "sum" or reduce_op == "avg")
-        and (dtype.is_floating_point or dtype.is_complex)
+        and _rounds(x_W.dtype)
         and x_W.is_cpu
         and _torch.ordinary(x_W)
-    ):
-        return None
-    if not (x_W.requires_grad and torch.is_grad_enabled()):
-        return _summed_on_all(x_W, reduce_op, groups)
-    return None if len(groups.groups) == 1 else _SummedOnAll.apply(x_W, reduce_op, groups)
+    )
 
 
-def _summed_on_all(x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:
+def _summed(x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:
+    """[W, ...] -> [groups, ...]"""
     dtype = x_W.dtype
     wide = accumulator(dtype)
     zero = complex(-0.0, -0.0) if dtype.is_complex else -0.0
-    total = groups.summed_on_all(x_W if wide is dtype else x_W.to(wide), zero)
+    total = groups.summed(x_W if wide is dtype else x_W.to(wide), zero)
     if reduce_op == "avg":
         total = total / groups.n
     return total if wide is dtype else total.to(dtype)
-
-
-class _SummedOnAll(torch.autograd.Function):
-    """Its gradient is the sum of the ranks' gradients, in rank order, as on real ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]
-        ctx.reduce_op, ctx.groups = reduce_op, groups
-        return _summed_on_all(x_W, reduce_op, groups)
-
-    @staticmethod
-    def backward(ctx: Any, G_W: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        total = sums_on_all("sum", G_W, ctx.groups)
-        if total is None:
-            total = ctx.groups.spread(reduced("sum", G_W, ctx.groups))
-        return mean_or_sum(total, {"reduce_op": ctx.reduce_op}, ctx.groups), None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -293,11 +271,12 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]
         ctx.reduce_op, ctx.groups = reduce_op, groups
         with _torch.views_untracked():
-            return _summed(reduce_op, x_W, groups)
+            return _summed(x_W, reduce_op, groups)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        G_W = ctx.groups.spread(G)
+        A, _, S = ctx.groups.grid or (len(ctx.groups.groups), 0, 1)
+        G_W = ctx.groups.spread(G.view(A, S, *G.shape[1:]))
         return mean_or_sum(G_W, {"reduce_op": ctx.reduce_op}, ctx.groups), None, None
 
 

@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll import _torch
+from fcoll._torch import fake_mesh, fresh_world
 from fcoll.errors import BadMesh, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
-from fcoll.lobby import torchrun_variables
+from fcoll.ranks.patches import torchrun_variables
 from fcoll.tracing import ddp
 from fcoll.tracing._torch import around_axes, around_new_groups
 from fcoll.tracing.values import user_line
@@ -50,7 +49,7 @@ class fake_world:
             hint = "Make it outside fcoll.simulate_ranks: a fake world is the whole process's."
             raise NotOnSimulatedRanks(what="fcoll.fake_world", hint=hint)
         with ExitStack() as stack:
-            stack.enter_context(_torch.fresh_world())
+            stack.enter_context(fresh_world())
             stack.enter_context(ddp.made())
             stack.enter_context(torchrun_variables(self.size, self.rank))
             mesh = self._mesh()
@@ -63,22 +62,10 @@ class fake_world:
         self._stack.close()
 
     def _mesh(self) -> DeviceMesh:
-        whole = torch.arange(self.size, device="cpu").view(*self.axes.values())
-        # As init_device_mesh does: an axis of all ranks is the default group.
         spans = next((axis for axis, n in self.axes.items() if n == self.size), None)
         desc = f"mesh_{spans}" if spans else "default_pg"
-        world = _torch.fake_group(range(self.size), self.rank, "world", desc)
-        groups = [
-            world if axis == spans else self._group(axis, whole.movedim(i, -1))
-            for i, axis in enumerate(self.axes)
-        ]
-        return _torch.mesh_of_groups(whole, tuple(self.axes), groups, self.device)
-
-    def _group(self, axis: str, rows: torch.Tensor) -> Any:
-        """The group of the axis that this rank is in: its row of the mesh along the axis."""
-        rows = rows.reshape(-1, rows.shape[-1])
-        mine = rows[(rows == self.rank).any(1)][0].tolist()
-        return _torch.fake_group(mine, self.rank, axis, f"mesh_{axis}")
+        names = {name: name for name in ("world", *self.axes)}
+        return fake_mesh(self.axes, self.rank, self.device, names, desc)
 
 
 @dataclass(frozen=True)

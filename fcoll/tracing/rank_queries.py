@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll.groups import by_name, rank_answers
-from fcoll.lobby import RANK_VARIABLES
+from fcoll.ranks.patches import RANK_VARIABLES
 from fcoll.source import is_library, is_pythons
 from fcoll.tracing import _torch
 from fcoll.tracing.equivalent_ranks import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll._torch import WORLD_TABLES, fake_group, fresh_world, mesh_of_groups
 from fcoll.imports import private, private_names, say_what_is_missing
 from fcoll.ranks.patches import Patches
 from fcoll.source import is_library
@@ -176,93 +173,7 @@ def mapped(
         _vmap_decrement_nesting()
 
 
-# -- the world that a simulated program sees ---
-
-
-class World:
-    """torch.distributed as rank 0 of a mesh of fake groups; made once, entered many times.
-
-    Its groups have names of their own and stay registered by them: to register three anew at every
-    entry would take as long as three collectives.
-    """
-
-    def __init__(self, names: dict[str, str], axes: dict[str, int], device: str) -> None:
-        self.group_names, self.axes, self.device = names, axes, device
-        self.mesh: DeviceMesh | None = None
-        self.tables: dict[str, dict[Any, Any]] = {}
-        self.copies: dict[str, Any] = {}  # of the tables, for the program to write to
-
-    def make(self) -> DeviceMesh:
-        """The mesh, made if it is not yet."""
-        if self.mesh is None:
-            with fresh_world():
-                self.mesh = self._made()
-                self.tables = {t: getattr(c10d, t) for t in WORLD_TABLES}
-                self.default, self.count = c10d._world.default_pg, c10d._group_count
-            _register(self.tables["_pg_names"])
-            weakref.finalize(self, _unregister, dict(self.tables["_pg_names"]))
-        return self.mesh
-
-    def enter(self) -> Callable[[], None]:
-        """Put this world in the place of the one that is there; returns what undoes it."""
-        self.make()
-        world, here = c10d._world, vars(c10d)
-        before = {t: here[t] for t in _CHANGED}
-        default, state = world.default_pg, dict(vars(world))
-        _unregister(before["_pg_names"])
-        tables = self.copies or {t: dict(table) for t, table in self.tables.items()}
-        tables["_group_count"] = self.count
-        self.copies = {}  # not for a simulation inside this one
-        here.update(tables)
-        world._pg_coalesce_state, world._comms = {}, []
-        c10d._update_default_pg(self.default)
-
-        def leave() -> None:
-            mine, names = self.tables["_pg_names"], here["_pg_names"]
-            if names.keys() == mine.keys():
-                self.copies = tables  # no group was made or destroyed
-            else:
-                _unregister({pg: n for pg, n in names.items() if pg not in mine})
-                _register({pg: n for pg, n in mine.items() if pg not in names})
-            here.update(before)
-            c10d._update_default_pg(default)
-            vars(world).update(state)
-            _register(before["_pg_names"])
-
-        return leave
-
-    def _made(self) -> DeviceMesh:
-        shape = tuple(self.axes.values())
-        ranks = torch.arange(_product(shape), device="cpu").view(shape)
-        everyone = fake_group(range(ranks.numel()), 0, self.group_names["world"], "default_pg")
-        groups = []
-        for i, axis in enumerate(self.axes):
-            mine = ranks[tuple(slice(None) if j == i else 0 for j in range(len(shape)))].tolist()
-            whole = len(mine) == ranks.numel()
-            groups.append(
-                everyone if whole else fake_group(mine, 0, self.group_names[axis], f"mesh_{axis}")
-            )
-        return mesh_of_groups(ranks, tuple(self.axes), groups, self.device)
-
-
-_CHANGED = (*WORLD_TABLES, "_group_count")
-
-
-def _register(names: dict[dist.ProcessGroup, str]) -> None:
-    for pg, name in names.items():
-        c10d._register_process_group(name, pg)
-
-
-def _unregister(names: dict[dist.ProcessGroup, str]) -> None:
-    for name in names.values():
-        c10d._unregister_process_group(name)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for n in sizes:
-        total *= n
-    return total
+# -- meshes ---
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

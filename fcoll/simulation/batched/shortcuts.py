@@ -63,60 +63,31 @@ def of_fcoll(row: Collective, args: tuple[Any, ...]) -> Any:
 stage_module.short_of_fcolls.append(of_fcoll)
 
 
-def _all_reduce(torchs: Fn) -> Fn:
-    row = COLLECTIVES["all_reduce"]
+def _short(row_name: str, *takes: str) -> Callable[[Fn], Fn]:
+    """What makes the short way of a function of torch's: of a row, whose arguments of these names
+    it takes in this order, the group last."""
+    row = COLLECTIVES[row_name]
+    wanted = [a.name for a in row.arguments if a.name in (*takes, "group_size") and a.name != "dim"]
+    at_op, at_dim = (takes.index(n) if n in takes else 0 for n in ("reduce_op", "dim"))
 
-    @functools.wraps(torchs)
-    def all_reduce(self: Tensor, reduceOp: str, group: Any, tag: str = "") -> Any:
-        if (stage := _here(self)) and (name := _name(stage, group)) and type(reduceOp) is str:
-            return _run(stage, row, name, self, reduceOp.lower(), name)
-        return torchs(self, reduceOp, group, tag)
+    def make(torchs: Fn) -> Fn:
+        @functools.wraps(torchs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            stage = _here(args[0]) if len(args) == len(takes) and not kwargs else None
+            name = _name(stage, args[-1]) if stage else None
+            other_dim = at_dim and args[at_dim] != 0
+            if name is None or other_dim or (at_op and type(args[at_op]) is not str):
+                return torchs(*args, **kwargs)
+            assert stage is not None
+            given = dict(zip(takes, args, strict=True))
+            given |= {"group_name": name, "group_size": stage.partition(name).n}
+            if at_op:
+                given["reduce_op"] = args[at_op].lower()
+            return _run(stage, row, name, *[given[n] for n in wanted])
 
-    return all_reduce
+        return call
 
-
-def _broadcast(torchs: Fn) -> Fn:
-    row = COLLECTIVES["broadcast"]
-
-    @functools.wraps(torchs)
-    def broadcast(self: Tensor, src: int, group: Any, tag: str = "") -> Any:
-        if (stage := _here(self)) and (name := _name(stage, group)) and type(src) is int:
-            return _run(stage, row, name, self, src, name)
-        return torchs(self, src, group, tag)
-
-    return broadcast
-
-
-def _all_gather(torchs: Fn) -> Fn:
-    row = COLLECTIVES["all_gather_into_tensor"]
-
-    @functools.wraps(torchs)
-    def all_gather_single(self: Tensor, gather_dim: int, group: Any, tag: str = "") -> Any:
-        if gather_dim == 0 and (stage := _here(self)) and (name := _name(stage, group)):
-            return _run(stage, row, name, self, stage.partition(name).n, name)
-        return torchs(self, gather_dim, group, tag)
-
-    return all_gather_single
-
-
-def _reduce_scatter(torchs: Fn) -> Fn:
-    row = COLLECTIVES["reduce_scatter_tensor"]
-
-    @functools.wraps(torchs)
-    def reduce_scatter_single(
-        self: Tensor,
-        reduceOp: str,
-        scatter_dim: int,
-        group: Any,
-        tag: str = "",
-    ) -> Any:
-        if scatter_dim == 0 and (stage := _here(self)) and (name := _name(stage, group)):
-            n = stage.partition(name).n
-            if self.dim() and self.shape[0] % n == 0 and type(reduceOp) is str:
-                return _run(stage, row, name, self, reduceOp.lower(), n, name)
-        return torchs(self, reduceOp, scatter_dim, group, tag)
-
-    return reduce_scatter_single
+    return make
 
 
 def _wait(torchs: Fn) -> Fn:
@@ -128,9 +99,11 @@ def _wait(torchs: Fn) -> Fn:
 
 
 stage_module.short.update(
-    all_reduce=_all_reduce,
-    broadcast=_broadcast,
-    all_gather_single=_all_gather,
-    reduce_scatter_single=_reduce_scatter,
+    all_reduce=_short("all_reduce", "input", "reduce_op", "group_name"),
+    broadcast=_short("broadcast", "input", "src", "group_name"),
+    all_gather_single=_short("all_gather_into_tensor", "input", "dim", "group_name"),
+    reduce_scatter_single=_short(
+        "reduce_scatter_tensor", "input", "reduce_op", "dim", "group_name"
+    ),
     wait_tensor=_wait,
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
-from fcoll._torch import group_ranks, mesh_group_name
+from fcoll._torch import World, fake_mesh, group_ranks, mesh_group_name
 from fcoll.eager import dispatch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
@@ -47,8 +47,8 @@ class Stage:
         self._partitions: dict[str, Partition] = {}
         self.prepared: dict[Any, Any] = {}  # calls that were checked (kernels)
         self._meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-        names = {label: self._name(label) for label in ("world", *self.axes)}
-        self._world = _torch.World(names, self.axes, device)
+        self._world, self._device = World(), device
+        self._mesh: DeviceMesh | None = None
         shape = tuple(self.axes.values())
         self._keep("world", Partition.whole(self.size))
         for i, axis in enumerate(self.axes):
@@ -61,16 +61,24 @@ class Stage:
     @property
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh of the simulation, as rank 0 has it; made at first use."""
-        if (made := self._world.mesh) is not None:
-            return made  # before the lock, which a compiler does not know
-        _check_thread()
-        with _one_thread:
-            return self._world.make()
+        if self._mesh is None:  # asked before the lock, which a compiler does not know
+            _check_thread()
+            with _one_thread:
+                self._make_mesh()
+        assert self._mesh is not None
+        return self._mesh
+
+    def _make_mesh(self) -> None:
+        if self._mesh is None:
+            names = {label: self._name(label) for label in ("world", *self.axes)}
+            about = self.axes, 0, self._device, names, "default_pg"
+            self._mesh = self._world.fill(lambda: fake_mesh(*about))
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args) in this world of torch.distributed. At the end all is as it was."""
         _check_thread()
         with _one_thread:
+            self._make_mesh()
             leave = self._world.enter()
             try:
                 return self._run(fn, args)
