@@ -285,8 +285,8 @@ class Escaped(float):
 
 
 _ARITHMETIC = """
-    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs
-    lt le gt ge eq ne bool int round trunc floor ceil float
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs lt le
+    gt ge eq ne bool int round trunc floor ceil float
 """
 for _name in _ARITHMETIC.split():
     setattr(Escaped, f"__{_name}__", Escaped._refuse)

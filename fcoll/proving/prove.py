@@ -12,13 +12,14 @@ import torch
 
 from fcoll.errors import BadMesh, BadOption
 from fcoll.proving.algebra import Unlucky
+from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import diagnose
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.mode import Refused
 from fcoll.proving.program import Build, Observed, Program, Survey
-from fcoll.proving.ring import Ring, primes
+from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict
 
 MOST_RANKS = 64  # threads, each with a model of its own

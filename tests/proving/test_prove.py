@@ -122,11 +122,7 @@ def fault(change):
 
 
 FAULTS = {
-    "norm not reduced": (
-        "gradient of norm",
-        'all-reduce over "tp" is missing',
-        "then all 3 gradients",
-    ),
+    "norm not reduced": ("gradient of norm", 'all-reduce over "tp" is missing', "then all 3 grad"),
     "not averaged": ("gradient of down", 'an average over "dp" is missing', "then all 3 gradients"),
     "no 1/n": ("gradient of down", "2 times too large", "dividing p.grad by 2: then all 3"),
     "averaged twice": ("gradient of down", "2 times too small", "multiplying p.grad by 2"),

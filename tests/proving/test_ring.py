@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fcoll.proving.algebra import NotExact, Unlucky
+from fcoll.proving.constants import primes, rational
 from fcoll.proving.degrees import Degrees, degree_of
-from fcoll.proving.ring import Ring, primes, rational
+from fcoll.proving.ring import Ring
 
 P = max(primes())
 RING = Ring(P, 7)

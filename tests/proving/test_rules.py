@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import tensor
 
-from fcoll.proving import rules
+from fcoll.proving import elementwise, rules
+from fcoll.proving.constants import primes
 from fcoll.proving.mode import Exact, Refused
-from fcoll.proving.ring import Ring, primes
+from fcoll.proving.ring import Ring
 
 aten = torch.ops.aten
 X = tensor([[3.0, -1.0, 4.0, 2.0], [5.0, 0.5, -2.0, 8.0]])
@@ -260,7 +261,7 @@ def _gradient(name, *settings):
 
 
 OPAQUE = {
-    **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in rules.OPAQUE},
+    **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in elementwise.OPAQUE},
     **{f"{n}_backward": _gradient(n) for n in ("gelu", "mish", "hardswish", "hardsigmoid")},
     "softplus_backward": _gradient("softplus", 1, 20),
     "log_sigmoid_backward": [
