@@ -219,3 +219,13 @@ def tensors_of(node: Node) -> list[Tensor]:
         return [value]
     values = value if isinstance(value, (list, tuple)) else ()
     return [x for x in values if isinstance(x, Tensor)]
+
+
+def written_by(node: Node) -> list[Node]:
+    """The arguments that a node writes to."""
+    found: list[Node] = []
+    for i, name in _torch.op_writes(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [x for x in values if isinstance(x, Node)]
+    return found

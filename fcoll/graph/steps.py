@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcoll.graph import _torch
-from fcoll.graph.nodes import effect_of, origin_of, row_of_node, tensors_of
+from fcoll.graph.nodes import effect_of, origin_of, row_of_node, tensors_of, written_by
 from fcoll.graph.symbolic_sizes import Hints
 from fcoll.graph.symbolic_sizes import sizes_of as sizes_of
 from fcoll.source import line_in
@@ -268,7 +268,7 @@ class _Walk:
     def run(self, draft: _Draft) -> None:
         node = draft.node
         used = self.storages_of(node.all_input_nodes)
-        written_nodes = _written(node)
+        written_nodes = written_by(node)
         written = self.storages_of(written_nodes) if written_nodes else ()
         draft.inputs = self.needs(used, written)
         if draft.kind == "compute":
@@ -474,16 +474,6 @@ def _is_free(node: Node) -> bool:
     if node.target is operator.getitem or _torch.op_is_view(node.target):
         return True
     return not tensors_of(node) and not _torch.op_writes(node.target)
-
-
-def _written(node: Node) -> list[Node]:
-    """The arguments that a node writes to."""
-    found: list[Node] = []
-    for i, name in _torch.op_writes(node.target):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        found += [x for x in values if isinstance(x, Node)]
-    return found
 
 
 def _same_loop(a: int, b: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, MemoryCapTooSmall
 from fcoll.report.lanes import page
-from fcoll.report.svg import STYLE
+from fcoll.report.svg import document
 from fcoll.scheduling.bounds import times
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.planner import schedule
@@ -189,11 +189,7 @@ def plot(results: Sequence[Result], title: str) -> str:
         line.sort(key=lambda r: r.peak_bytes)
         points = [(across(r.peak_bytes), up(r.makespan_us), r) for r in line]
         parts += _line(points, name, COLORS[i % len(COLORS)], LEFT + i % 4 * 200, 38 + i // 4 * 16)
-    parts += _scales(shown)
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><style>{STYLE}</style>'
-    page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
-    return "\n".join([head, page, *parts, "</svg>\n"])
+    return document([*parts, *_scales(shown)], WIDTH, HEIGHT)
 
 
 def _axis(values: Sequence[float], low: float, high: float) -> Callable[[float], float]:

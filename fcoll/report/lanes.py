@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcoll.report import notebook
 from fcoll.report.places import place_of
-from fcoll.report.svg import STYLE, merged
+from fcoll.report.svg import document, merged
 from fcoll.scheduling.rank_lines import RankLine
 from fcoll.scheduling.timeline import Span
 from fcoll.units import show_us, table
@@ -148,10 +148,7 @@ def svg(world: WorldTimeline, most: int = 64) -> str:
         parts.append(f'<text class="soft" x="16" y="{y + 12:.0f}">... and {left} more ranks</text>')
         y += 18
     parts += [*_ticks(world, scale, y), *_legend(y + 40)]
-    size = f'viewBox="0 0 {WIDTH} {y + 54:.0f}" width="{WIDTH}" height="{y + 54:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><style>{STYLE}</style>'
-    page = f'<rect class="page" width="{WIDTH}" height="{y + 54:.0f}"/>'
-    return "\n".join([head, f"<title>{escape(title_of(world))}</title>", page, *parts, "</svg>\n"])
+    return document(parts, WIDTH, y + 54, title=title_of(world))
 
 
 def _lane(world: WorldTimeline, ranks: list[int], scale: float, y: float) -> list[str]:

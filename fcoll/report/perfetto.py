@@ -95,7 +95,8 @@ def _arrow(
     line: Timeline, span: Span, pid: int, tid: int, last: tuple[float, float]
 ) -> list[dict[str, Any]]:
     """From the collective to the wait: a start binds to the slice around it, an end to the next on
-    its track. Behind the ``last`` there is no next: it ends inside that, if not before itself."""
+    its track. If no slice starts after the wait, the arrow ends inside the ``last`` one; it is left
+    out if that ended before the collective began."""
     assert span.collective is not None
     flow = {"name": "wait", "cat": "wait", "id": pid * 1_000_000 + span.collective, "pid": pid}
     begun = _us(span.start_us)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fcoll.report.scale import Point
-from fcoll.report.svg import STYLE
+from fcoll.report.svg import document
 from fcoll.units import alarm, show_bytes, show_us, table
 
 BAR = 28
@@ -71,12 +71,8 @@ def plot(points: Sequence[Point], axis: str, title: str) -> str:
     parts.append(
         f'<text class="soft" x="{WIDTH / 2}" y="{HEIGHT - 10}" {_MIDDLE}>{escape(axis)}</text>'
     )
-    parts += _legend()
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'
-    style = f"<style>{STYLE}.share {{ fill: none; stroke: #7a5ea8; stroke-width: 2 }}</style>"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    return "\n".join([head, style, page, *parts, "</svg>\n"])
+    share_line = ".share { fill: none; stroke: #7a5ea8; stroke-width: 2 }"
+    return document([*parts, *_legend()], WIDTH, HEIGHT, share_line)
 
 
 _END, _MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'

@@ -41,18 +41,19 @@ def render(line: Timeline, other: Timeline | None = None) -> str:
         parts += picture
         top += height + 18
     top += 14  # for the legend
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" '
-            f'width="{WIDTH}" height="{top:.0f}" role="img">',
-            f"<title>{escape(verdict(lines[-1]))}</title>",
-            f"<style>{STYLE}</style>",
-            f'<rect class="page" width="{WIDTH}" height="{top:.0f}"/>',
-            *parts,
-            *_legend(top),
-            "</svg>\n",
-        ]
-    )
+    return document([*parts, *_legend(top)], WIDTH, top, title=verdict(lines[-1]))
+
+
+def document(
+    parts: Iterable[str], width: float, height: float, style: str = "", title: str = ""
+) -> str:
+    """An SVG file of these parts; ``style`` comes to STYLE."""
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    view = f'viewBox="0 0 {width:.0f} {height:.0f}" {size} role="img"'
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}>']
+    head += [f"<title>{escape(title)}</title>"] if title else []
+    head += [f"<style>{STYLE}{style}</style>", f'<rect class="page" {size}/>']
+    return "\n".join([*head, *parts, "</svg>\n"])
 
 
 def _picture(

@@ -191,44 +191,28 @@ def _product(node: Node, blocks: int, k: int) -> Recipe | None:
     return Recipe(needs, node.args, dict(node.kwargs))  # type: ignore[arg-type]
 
 
-def _behind(position: int, name: str, default: Any) -> Rule:
+def _behind(dims_of: Callable[[Node], Any]) -> Rule:
     """Of ops with dimensions as an argument: they are all behind the one that is cut."""
 
     def rule(node: Node, blocks: int, k: int) -> Recipe | None:
         x = node.args[0]
         shape = shape_of(x) if isinstance(x, Node) else None
-        d = chunk_dim(shape, blocks, k)
-        out = chunk_dim(shape_of(node), blocks, k)
-        given = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+        d, given = chunk_dim(shape, blocks, k), dims_of(node)
         dims = given if isinstance(given, (list, tuple)) else [given]
-        if d is None or out != d or not dims or not all(type(i) is int for i in dims):
+        if d is None or not dims or not all(type(i) is int for i in dims):
             return None
-        if any(i % len(shape or ()) <= d for i in dims):
+        if chunk_dim(shape_of(node), blocks, k) != d or any(
+            i % len(shape or ()) <= d for i in dims
+        ):
             return None
         return _same(node, blocks, k)
 
     return rule
 
 
-def _swap(node: Node, blocks: int, k: int) -> Recipe | None:
-    """Two dimensions behind the one that is cut change places."""
-    x, a, b = node.args
-    shape = shape_of(x) if isinstance(x, Node) else None
-    d = chunk_dim(shape, blocks, k)
-    if d is None or min(a % len(shape or ()), b % len(shape or ())) <= d:  # type: ignore[operator]
-        return None
-    return _same(node, blocks, k)
-
-
-def _slice(node: Node, blocks: int, k: int) -> Recipe | None:
-    """Columns."""
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    x = node.args[0]
-    shape = shape_of(x) if isinstance(x, Node) else None
-    d = chunk_dim(shape, blocks, k)
-    if d is None or type(dim) is not int or dim % len(shape or ()) <= d:
-        return None
-    return _same(node, blocks, k)
+def _dim_of(node: Node, position: int = 1, default: Any = 0) -> Any:
+    """The argument ``dim``."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
 
 
 def _cat(node: Node, blocks: int, k: int) -> Recipe | None:
@@ -249,8 +233,7 @@ def _cat(node: Node, blocks: int, k: int) -> Recipe | None:
 
 
 def _cat_dim(node: Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return int(dim) % len(shape_of(node) or (0,))  # type: ignore[call-overload]
+    return int(_dim_of(node)) % len(shape_of(node) or (0,))
 
 
 def _list(node: Node, blocks: int, k: int) -> Recipe | None:
@@ -287,8 +270,7 @@ def _parts(node: Node) -> int | None:
 
 
 def _split_dim(node: Node) -> int:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return int(dim) % len(shape_of(node) or (0,))  # type: ignore[call-overload]
+    return int(_dim_of(node, 2)) % len(shape_of(node) or (0,))
 
 
 # -- collectives ---
@@ -350,18 +332,20 @@ _COLLECTIVES: dict[str, Rule] = {
 }
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _LIST = aten.split.Tensor
-_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
+_BY_DIM = (
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
+    *(aten._softmax.default, aten._log_softmax.default),
+)
 _BY_OP: dict[Any, Rule] = {
     **dict.fromkeys(_PRODUCTS, _product),
-    **dict.fromkeys(_REDUCTIONS, _behind(1, "dim", None)),
-    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _behind(1, "dim", None)),
+    **dict.fromkeys(_BY_DIM, _behind(lambda node: _dim_of(node, default=None))),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
     _LIST: _list,
     **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten.detach.default), _same),
     operator.getitem: _item,
     aten.cat.default: _cat,
-    aten.slice.Tensor: _slice,
-    aten.transpose.int: _swap,
+    aten.slice.Tensor: _behind(_dim_of),
+    aten.transpose.int: _behind(lambda node: node.args[1:3]),
 }
 
 

@@ -25,6 +25,7 @@ from fcoll.graph.nodes import (
     is_wait,
     row_of_node,
     waits_of,
+    written_by,
 )
 from fcoll.scheduling.rewrite import Rewrite
 
@@ -176,19 +177,8 @@ def _is_alias(node: Node) -> bool:
 
 
 def _written(node: Node) -> list[Node]:
-    """The arguments that a call writes to."""
-    if node.op != "call_function" or is_wait(node):
-        return []
-    given = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        for i, name in _torch.op_writes(node.target)
-    ]
-    return [
-        x
-        for arg in given
-        for x in (arg if isinstance(arg, (list, tuple)) else [arg])
-        if isinstance(x, Node)
-    ]
+    """The arguments that a call writes to; a wait only completes its own."""
+    return [] if node.op != "call_function" or is_wait(node) else written_by(node)
 
 
 def _leaves_or_is_written(result: Node) -> bool:

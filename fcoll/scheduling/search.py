@@ -72,14 +72,10 @@ class Exact:
         return self.best
 
     def extend(
-        self,
-        order: list[int],
-        clock: Clock,
-        held: int,
-        left: list[int],
-        work: float,
+        self, order: list[int], clock: Clock, held: int, left: list[int], work: float
     ) -> None:
-        """Go on with each unit that may come next, unless that cannot be better."""
+        """Go on with each unit that may come next, unless that cannot be better. ``left`` are how
+        many units are still to touch each buffer, ``work`` is the compute that is."""
         self.tried += 1
         least = max(clock.now + work, clock.total_us)
         if self.tried > TRIED or (self.best is not None and least >= self.best.us - 1e-9):
@@ -89,27 +85,15 @@ class Exact:
             self.best = run(problem, order)
             return
         for u in range(problem.n):
-            if u not in done and done.issuperset(problem.before[u]):
-                self.append(u, order, clock, held, left, work)
-
-    def append(
-        self,
-        u: int,
-        order: list[int],
-        clock: Clock,
-        held: int,
-        left: list[int],
-        work: float,
-    ) -> None:
-        problem = self.problem
-        left, fresh, freed = list(left), 0, 0
-        for b in problem.touches[u]:
-            fresh += problem.size[b] if left[b] == self.counts[b] else 0
-            left[b] -= 1
-            freed += problem.size[b] if not left[b] and not problem.pinned[b] else 0
-        if held + fresh > self.cap:
-            return
-        clock = clock.copy()
-        clock.run((u,))
-        work -= problem.us[u] if problem.kind[u] != START else 0.0
-        self.extend([*order, u], clock, held + fresh - freed, left, work)
+            if u in done or not done.issuperset(problem.before[u]):
+                continue
+            after, fresh, freed = list(left), 0, 0
+            for b in problem.touches[u]:
+                fresh += problem.size[b] if after[b] == self.counts[b] else 0
+                after[b] -= 1
+                freed += problem.size[b] if not after[b] and not problem.pinned[b] else 0
+            if held + fresh <= self.cap:
+                then = clock.copy()
+                then.run((u,))
+                less = 0.0 if problem.kind[u] == START else problem.us[u]
+                self.extend([*order, u], then, held + fresh - freed, after, work - less)

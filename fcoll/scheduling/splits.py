@@ -9,7 +9,7 @@ exposed, made, planned like any graph, and kept if the plan is faster (graph_cha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import prod
@@ -135,48 +135,44 @@ class Growth:
         return True
 
     def forward(self, wait: Node, budget: float) -> None:
-        spent, multiplied = 0.0, False
-        heap: list[tuple[int, int, int]] = []  # (place, a counter, blocks)
-        seen = {wait}
-
-        def push(node: Node) -> None:
+        def after(node: Node, seen: set[Node]) -> Iterator[tuple[Node, int]]:
             for user in node.users:
                 if user not in seen and user.op == "call_function":
-                    after = blocks_after(user, node, self.blocks[node], self.k)
-                    if after:
-                        seen.add(user)
-                        heappush(heap, (self.index[user], len(seen), after))
+                    blocks = blocks_after(user, node, self.blocks[node], self.k)
+                    yield from [(user, blocks)] if blocks else []
 
-        push(wait)
-        while heap and not (multiplied and spent >= budget):
-            at, _, blocks = heappop(heap)
-            node = self.nodes[at]
-            if not self.takes(node, blocks):
-                continue
-            if node in self.seeds:
-                continue  # it has a turn of its own
-            spent += self.us.get(node.name, 0.0)
-            multiplied |= multiplies(node)
-            push(node)
+        self.spread(wait, budget, after, self.index.__getitem__)
 
     def backward(self, start: Node, budget: float) -> None:
-        spent, multiplied = 0.0, False
-        heap: list[tuple[int, int, int]] = []
-        seen = {start}
-
-        def push(node: Node) -> None:
+        def before(node: Node, seen: set[Node]) -> Iterator[tuple[Node, int]]:
             for x, blocks in self.recipes[node].needs.items():
                 if blocks != WHOLE and x not in seen and x.op == "call_function":
-                    seen.add(x)
-                    heappush(heap, (-self.index[x], len(seen), blocks))
+                    yield x, blocks
 
-        push(start)
+        self.spread(start, budget, before, lambda node: -self.index[node])
+
+    def spread(
+        self,
+        first: Node,
+        budget: float,
+        neighbours: Callable[[Node, set[Node]], Iterable[tuple[Node, int]]],
+        place: Callable[[Node], int],
+    ) -> None:
+        """Take in neighbours, the nearest first, until there is enough compute. Collectives have a
+        turn of their own."""
+        spent, multiplied = 0.0, False
+        heap: list[tuple[int, int, Node, int]] = []  # (place, a counter, node, its blocks)
+        seen = {first}
+
+        def push(node: Node) -> None:
+            for other, blocks in neighbours(node, seen):
+                seen.add(other)
+                heappush(heap, (place(other), len(seen), other, blocks))
+
+        push(first)
         while heap and not (multiplied and spent >= budget):
-            at, _, blocks = heappop(heap)
-            node = self.nodes[-at]
-            if not self.takes(node, blocks):
-                continue
-            if is_wait(node) or is_start(node):
+            _, _, node, blocks = heappop(heap)
+            if not self.takes(node, blocks) or is_wait(node) or is_start(node):
                 continue
             spent += self.us.get(node.name, 0.0)
             multiplied |= multiplies(node)

@@ -73,3 +73,13 @@ def test_the_same_as_without_where_nothing_slows_down(lazy, host_us):
     assert {
         (s.start_us, s.end_us) for line in plain.values() for s in line.spans if s.step == "a"
     } == {(late, late + 10.0)}
+
+
+def test_a_second_wait_is_a_use_as_on_one_rank():
+    """The first is put off to where the result is used; the second one is the program's own."""
+    steps = [start("a", 0), wait("w", 0, "a"), wait("again", 0, "w"), compute("work")]
+    put_off = [*steps[:2], steps[3]]
+    (line,) = run_world({0: program(steps, {"a": (0,)})}).values()
+    assert [(s.start_us, s.end_us) for s in line.waits] == [(0.0, 10.0)] and line.end_us == 20.0
+    (line,) = run_world({0: program(put_off, {"a": (0,)})}).values()
+    assert line.waits == () and line.end_us == 10.0
