@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fcoll.proving import _torch
-from fcoll.proving.mode import Refused
+from fcoll.proving.exact_mode import Refused
 from fcoll.tracing.fakes import Found, reachable
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

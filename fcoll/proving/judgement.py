@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fcoll.proving.correspondence import Layout, Mesh
-from fcoll.proving.mode import Refused
+from fcoll.proving.exact_mode import Refused
 from fcoll.proving.program import Observed
 from fcoll.proving.ring import Ring
 

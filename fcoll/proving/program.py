@@ -18,7 +18,7 @@ from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Held, Layout, Mesh, Part
-from fcoll.proving.mode import Exact, Refused, Wide
+from fcoll.proving.exact_mode import Exact, Refused, Wide
 from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks

@@ -16,8 +16,8 @@ from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import diagnose
+from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
-from fcoll.proving.mode import Refused
 from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict

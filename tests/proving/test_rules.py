@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import tensor
 
-from fcoll.proving import elementwise, rules
+from fcoll.proving import elementwise_rules, tensor_rules
 from fcoll.proving.constants import primes
-from fcoll.proving.mode import Exact, Refused
+from fcoll.proving.exact_mode import Exact, Refused
 from fcoll.proving.ring import Ring
 
 aten = torch.ops.aten
@@ -261,7 +261,7 @@ def _gradient(name, *settings):
 
 
 OPAQUE = {
-    **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in elementwise.OPAQUE},
+    **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in elementwise_rules.OPAQUE},
     **{f"{n}_backward": _gradient(n) for n in ("gelu", "mish", "hardswish", "hardsigmoid")},
     "softplus_backward": _gradient("softplus", 1, 20),
     "log_sigmoid_backward": [
@@ -298,7 +298,7 @@ def test_no_rule(name):
         exact(getattr(torch, name), X, Y)
 
 
-@pytest.mark.parametrize("name", rules.RULES)
+@pytest.mark.parametrize("name", tensor_rules.RULES)
 def test_a_wrong_rule_is_found_out(name, monkeypatch):
     """A rule that is off by one in one element (or answers the opposite) fails its own tests."""
     tested = SAME_AS.get(name, name)
@@ -308,7 +308,7 @@ def test_a_wrong_rule_is_found_out(name, monkeypatch):
     tests += [lambda fn=fn: holds(fn) for fn in LAWS.get(tested, ())]
     tests += [key_of(OPAQUE[tested])] if tested in OPAQUE else []
     assert tests, f"no test of the rule {name}"
-    right = rules.RULES[tested]
+    right = tensor_rules.RULES[tested]
 
     def wrong(a, *args, **kwargs):
         out = right(a, *args, **kwargs)
@@ -316,7 +316,7 @@ def test_a_wrong_rule_is_found_out(name, monkeypatch):
             return _off(out)
         return type(out)(None if x is None else _off(x) for x in out)
 
-    monkeypatch.setitem(rules.RULES, tested, wrong)
+    monkeypatch.setitem(tensor_rules.RULES, tested, wrong)
     with pytest.raises(Exception):  # noqa: B017
         for test in tests:
             test()

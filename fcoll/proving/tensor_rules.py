@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from fcoll.proving.algebra import Algebra, NotExact
-from fcoll.proving.elementwise import RULES, dims_of, element, elements, extremes, larger, rule
+from fcoll.proving.elementwise_rules import (
+    RULES,
+    dims_of,
+    element,
+    elements,
+    extremes,
+    larger,
+    rule,
+)
 
 # -- sums ---
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED, WRITES_NUMBER
-from fcoll.proving.rules import RULES
+from fcoll.proving.tensor_rules import RULES
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
