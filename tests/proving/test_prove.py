@@ -6,11 +6,11 @@ import json
 import warnings
 
 import mutants
-import programs
+import proved_programs
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import PROGRAMS, batch, cut
+from proved_programs import PROGRAMS, batch, cut
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,10 +60,10 @@ CHEAP = ("by_hand", "torch_ddp", "fcoll_ddp", "vocabulary_parallel", "dtensor_tp
 def fsdp2_sgd(mesh):
     """FSDP2 again, without what takes long: DTensor's rules for AdamW's ops. The weight that is
     gathered once more in the backward pass is one whose input has a gradient."""
-    model = programs.MLP()
-    programs.fully_shard(model.down, mesh=mesh["dp"])
-    programs.fully_shard(model, mesh=mesh["dp"])
-    return programs.trained(model, batch(mesh["dp"], 4, programs.DIM))
+    model = proved_programs.MLP()
+    proved_programs.fully_shard(model.down, mesh=mesh["dp"])
+    proved_programs.fully_shard(model, mesh=mesh["dp"])
+    return proved_programs.trained(model, batch(mesh["dp"], 4, proved_programs.DIM))
 
 
 @pytest.mark.parametrize("name", CHEAP)
@@ -94,7 +94,7 @@ def fault(change):
     """by_hand's step with one thing wrong."""
 
     def build(mesh):
-        model, dp, tp = programs.ByHand(mesh["tp"]), mesh["dp"], mesh["tp"]
+        model, dp, tp = proved_programs.ByHand(mesh["tp"]), mesh["dp"], mesh["tp"]
         if change == "norm not reduced":
             model.forward = lambda x: fcoll.all_reduce(
                 F.gelu((x * model.norm) @ model.up.t()) @ model.down.t(),
@@ -102,7 +102,7 @@ def fault(change):
             )  # fmt: skip
         if change == "summed backward":
             model.forward = lambda x: fcoll.all_reduce(
-                F.gelu(programs.Copy.apply(x * model.norm, tp) @ model.up.t()) @ model.down.t(),
+                F.gelu(proved_programs.Copy.apply(x * model.norm, tp) @ model.up.t()) @ model.down.t(),
                 "sum", tp,
             )  # fmt: skip
 
@@ -116,7 +116,7 @@ def fault(change):
                     p.grad = p.grad / dp.size()
             return loss
 
-        return step, (batch(dp, 4, programs.DIM),)
+        return step, (batch(dp, 4, proved_programs.DIM),)
 
     return build
 
@@ -137,7 +137,7 @@ def test_faults_are_named(change):
     assert verdict.equal is False and not verdict
     first = verdict.differences[0]
     assert first.name == name and what in first.what and remedy in first.remedy
-    assert first.line.rpartition("/")[2].startswith(("test_prove.py:", "programs.py:"))
+    assert first.line.rpartition("/")[2].startswith(("test_prove.py:", "proved_programs.py:"))
     assert f"differs first: {name}, at " in str(verdict)
     with pytest.raises(NotEqual, match="differs first"):
         verdict.require()
@@ -145,13 +145,13 @@ def test_faults_are_named(change):
 
 def test_the_vocabulary_offset(monkeypatch):
     """Each rank picks the targets of the next one."""
-    original = programs.VocabularyLoss.forward
+    original = proved_programs.VocabularyLoss.forward
 
     def wrong(self, x, wanted):
-        n, size = self.tp.size(), programs.VOCABULARY
+        n, size = self.tp.size(), proved_programs.VOCABULARY
         return original(self, x, (wanted + size // n) % size if n > 1 else wanted)
 
-    monkeypatch.setattr(programs.VocabularyLoss, "forward", wrong)
+    monkeypatch.setattr(proved_programs.VocabularyLoss, "forward", wrong)
     verdict = fcoll.prove(*PROGRAMS["vocabulary_parallel"], trials=1)
     assert verdict.equal is False and verdict.differences[0].name == "loss"
 
@@ -293,16 +293,18 @@ def test_options():
 def test_another_program_of_one_device():
     def single(mesh):
         torch.manual_seed(0)
-        return programs.trained(programs.MLP(), batch(mesh["dp"], 4, programs.DIM))
+        return proved_programs.trained(
+            proved_programs.MLP(), batch(mesh["dp"], 4, proved_programs.DIM)
+        )
 
     build, mesh = PROGRAMS["torch_ddp"]
 
     def unoptimized(mesh):
         _, args = build(mesh)
         model = nn.parallel.DistributedDataParallel(
-            programs.MLP(), process_group=mesh["dp"].get_group()
+            proved_programs.MLP(), process_group=mesh["dp"].get_group()
         )
-        return programs.trained(model, args[0])
+        return proved_programs.trained(model, args[0])
 
     assert fcoll.prove(unoptimized, mesh, single=single, trials=1).equal
     assert fcoll.prove(build, mesh, single=single, trials=1).equal is False  # SGD moves them
