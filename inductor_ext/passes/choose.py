@@ -17,7 +17,7 @@ from inductor_ext._torch import is_view
 from inductor_ext.choice import Choice, choice_of, set_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
-from inductor_ext.passes import edit
+from inductor_ext.passes.simplify import substitute
 from inductor_ext.passes.torchs import why_torchs
 
 
@@ -32,7 +32,7 @@ def choose(graph: Graph) -> list[str]:
         said.append(f"{describe(node)}: {form}" + (f" ({why})" if why else ""))
         if choice.is_complete:
             for user in list(node.users):
-                edit.replace(user, node)
+                substitute(user, node)
         elif form == "stock" and choice.was is not None:
             node.target = choice.was
     return said

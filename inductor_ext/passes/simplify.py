@@ -25,7 +25,6 @@ from inductor_ext._torch import is_pure
 from inductor_ext.choice import Choice, calls_of, facts_without_choice, set_choice
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
-from inductor_ext.passes.edit import replace
 from inductor_ext.passes.torchs import why_torchs
 
 aten = torch.ops.aten
@@ -39,11 +38,17 @@ def simplify(graph: Graph) -> list[str]:
     return [*_waits_twice(graph), *_of_replicated(graph), *_scatter_then_gather(graph)]
 
 
+def substitute(node: Node, by: Node) -> None:
+    """Use one value wherever another one was, and remove the node of that."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
 def _waits_twice(graph: Graph) -> Iterable[str]:
     for node in list(graph.nodes):
         if is_wait(node) and is_wait(node.args[0]):
             yield f"{node.name}: waited for already"
-            replace(node, node.args[0])
+            substitute(node, node.args[0])
 
 
 # -- collectives of values that all ranks have ---
@@ -69,7 +74,7 @@ def _of_replicated(graph: Graph) -> Iterable[str]:
             yield f"{describe(node)}: all ranks of {group} have the same"
             replicated_on[same] = {group}
             for wait in waits:
-                replace(wait, same)
+                substitute(wait, same)
             graph.erase_node(node)
 
 
@@ -130,7 +135,7 @@ def _scatter_then_gather(graph: Graph) -> Iterable[str]:
             made = graph.call_function(op_of(ALL_REDUCE), call)
         made.meta.update(facts_without_choice(gather))  # that is of another op
         set_choice(made, Choice(calls=(*calls_of(scatter), *calls_of(gather))))
-        replace(gather, made)
+        substitute(gather, made)
         graph.erase_node(wait)
         graph.erase_node(scatter)
 

@@ -32,11 +32,12 @@ from inductor_ext._torch import wait_tensor
 from inductor_ext.choice import choice_of
 from inductor_ext.config import Config, config
 from inductor_ext.lower import registry
-from inductor_ext.passes import edit, pipeline
+from inductor_ext.passes import pipeline
 from inductor_ext.passes.choose import choose
 from inductor_ext.passes.normalize import normalize
 from inductor_ext.passes.pipeline import PASSES, Passes
 from inductor_ext.passes.schedule import schedule
+from inductor_ext.passes.simplify import substitute
 from inductor_ext.stock.teach import teach
 
 Tensor = torch.Tensor
@@ -446,7 +447,7 @@ def test_verify_finds_a_result_that_nobody_waits_for(world):
     gm = graph_of(lambda x: fcoll.all_reduce(x) + 1, square())
     verify(gm.graph)
     wait = next(node for node in gm.graph.nodes if is_wait(node))
-    edit.replace(wait, wait.args[0])
+    substitute(wait, wait.args[0])
     with pytest.raises(AssertionError, match="nothing waits for all_reduce = all_reduce"):
         verify(gm.graph)
 

@@ -50,7 +50,7 @@ def test_a_mistake_says_what_where_and_how_to_fix_it(name):
     error = caught.value
     assert type(error) is getattr(local_errors, name) and isinstance(error, FcollError)
     assert str(error).startswith(f"{name}: ") and hint in str(error)
-    assert "test_errors.py:" in str(error)
+    assert "test_local_errors.py:" in str(error)
 
 
 def test_a_defect_of_a_call_on_stacks_is_seen(monkeypatch):

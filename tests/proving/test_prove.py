@@ -102,8 +102,8 @@ def fault(change):
             )  # fmt: skip
         if change == "summed backward":
             model.forward = lambda x: fcoll.all_reduce(
-                F.gelu(proved_programs.Copy.apply(x * model.norm, tp) @ model.up.t()) @ model.down.t(),
-                "sum", tp,
+                F.gelu(proved_programs.Copy.apply(x * model.norm, tp) @ model.up.t())
+                @ model.down.t(), "sum", tp,
             )  # fmt: skip
 
         def step(x):
