@@ -109,7 +109,7 @@ class Algebra:
             return self.square(x)
         return self.mul(x, y)
 
-    # -- where a collective reduces (fcoll/simulation/moves.py) ---
+    # -- where a collective reduces (fcoll/table/pieces.py) ---
 
     def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
         """As ``reductions.fold``, on elements of this algebra."""
