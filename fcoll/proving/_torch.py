@@ -21,6 +21,7 @@ AsyncCollectiveTensor = private(
     "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
 )
 tree_map = private("torch.utils._pytree", "tree_map")
+tree_leaves = private("torch.utils._pytree", "tree_leaves")
 tree_flatten_with_path = private("torch.utils._pytree", "tree_flatten_with_path")
 keystr = private("torch.utils._pytree", "keystr")
 
@@ -75,6 +76,22 @@ def local_of(x: Tensor) -> Tensor:
 
 def is_dtensor(x: Any) -> bool:
     return hasattr(x, "_local_tensor") and hasattr(x, "placements")
+
+
+def like_dtensor(local: Tensor, like: Any) -> Tensor:
+    """A DTensor of this local part, placed as another."""
+    from torch.distributed.tensor import DTensor
+
+    how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, **how)
+
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def plain_name(path: str) -> str:
+    """A module's or a parameter's path without what wrappers of modules add to it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def index_of_shard(x: Any) -> Tensor:

@@ -21,8 +21,6 @@ from fcoll.proving import _torch
 from fcoll.proving.exact_mode import Refused
 from fcoll.tracing.fakes import Found, reachable
 
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
 
 @dataclass
 class Held:
@@ -41,7 +39,7 @@ class Held:
             x, name = tensors[key]
             is_parameter = isinstance(x, torch.nn.Parameter) or (x.requires_grad and x.is_leaf)
             into = held.parameters if is_parameter else held.others
-            into[_unused(_plain_name(names.get(key, name)), into)] = x
+            into[_unused(_torch.plain_name(names.get(key, name)), into)] = x
         return held
 
 
@@ -50,12 +48,6 @@ def _names_in_modules(found: Found) -> Iterator[tuple[int, str]]:
     for module, path in found.modules.items():
         for name, x in (*module._parameters.items(), *module._buffers.items()):
             yield id(x), f"{path}.{name}" if path else name
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _unused(name: str, taken: dict[str, Any]) -> str:

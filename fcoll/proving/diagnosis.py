@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torch import Tensor
 
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.judgement import Compared, agrees, same, total
+from fcoll.proving.module_outputs import GRADIENT, INPUT, OUTPUT, ModuleValues, not_one_devices
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, counted
 
@@ -23,6 +24,59 @@ class Hypothesis:
     what: str
     remedy: str
     mend: Callable[[Values], Values | None]
+    is_missing: bool = False  # a reduction of partial sums
+
+
+def first_of_modules(
+    ring: Ring,
+    one: ModuleValues,
+    ranks: Sequence[ModuleValues],
+    direction: str,
+    scales: Sequence[int],
+    mesh: Mesh,
+) -> Iterator[Difference]:
+    """The first input or output of a module that is wrong, if there is one. An output may well be
+    partial sums, reduced behind it: of those the first is told only if there is nothing else."""
+    partial = None
+    single, parts = getattr(one, direction), [getattr(o, direction) for o in ranks]
+    lines = {k: v for o in ranks for k, v in o.lines.items()}
+    for what, name in not_one_devices(ring, single, parts, scales):
+        got = [(o.get((what, name)) or [None])[0] for o in parts]
+        value = Compared(what, name or one.model, got, [None] * len(got), single[what, name][0])
+        value, fits = _of_module(ring, value, scales, mesh)
+        told = fits.what if fits else _in_general(ring, value)
+        remedy = f"right after {fits.remedy}" if fits and fits.remedy else ""
+        difference = Difference(value.title, told, lines.get(name, ""), remedy)
+        if not (what == OUTPUT and fits and fits.is_missing):
+            yield difference
+            return
+        partial = partial or difference
+    if partial is not None:
+        yield partial
+
+
+def _of_module(
+    ring: Ring, value: Compared, scales: Sequence[int], mesh: Mesh
+) -> tuple[Compared, Hypothesis | None]:
+    for n in scales:
+        for want in _wanted(ring.mul(value.whole, ring.number(n)), value.got, mesh):
+            value = replace(value, want=want)
+            if (fits := _fitting(ring, value, mesh)) is not None:
+                return value, fits
+    return value, None
+
+
+def _wanted(whole: Tensor, got: Values, mesh: Mesh) -> Iterator[Values]:
+    """What ranks should have, if they have all of it or a part along an axis."""
+    if all(x is None or x.shape == whole.shape for x in got):
+        yield [None if x is None else whole for x in got]
+        return
+    for axis, n in mesh.axes.items():
+        for dim, size in enumerate(whole.shape):
+            part = (*whole.shape[:dim], size // n, *whole.shape[dim + 1 :])
+            if n > 1 and not size % n and all(x is None or x.shape == part for x in got):
+                parts = whole.chunk(n, dim)
+                yield [parts[mesh.place(r, axis)] for r in range(len(got))]
 
 
 def diagnose(
@@ -31,7 +85,7 @@ def diagnose(
     """All that differ; the first with what is wrong and what would mend it."""
     found: list[Difference] = []
     for value in wrong:
-        fits = next((h for h in _hypotheses(ring, value, mesh) if _mends(ring, h, value)), None)
+        fits = _fitting(ring, value, mesh)
         what = fits.what if fits else _in_general(ring, value)
         remedy = fits.remedy if fits else ""
         if fits and remedy and value.kind.startswith("gradient") and not found:
@@ -46,15 +100,22 @@ def diagnose(
     return tuple(found)
 
 
+def _fitting(ring: Ring, value: Compared, mesh: Mesh) -> Hypothesis | None:
+    return next((h for h in _hypotheses(ring, value, mesh) if _mends(ring, h, value)), None)
+
+
 def _mends(ring: Ring, hypothesis: Hypothesis, value: Compared) -> bool:
     mended = hypothesis.mend(value.got)
     if mended is None:
         return False
-    return agrees(ring, Compared(value.kind, value.name, mended, value.want, value.whole))
+    return agrees(ring, replace(value, got=mended))
+
+
+_TARGETS = {INPUT: INPUT, OUTPUT: OUTPUT, GRADIENT: "grad"}
 
 
 def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]:
-    target = "p.grad" if value.kind.startswith("gradient") else "the value"
+    target = _TARGETS.get(value.kind, "p.grad" if "gradient" in value.kind else "the value")
     for axes in mesh.subsets():
         shown = " and ".join(f'"{a}"' for a in axes)
         group = ", ".join(axes)
@@ -62,6 +123,7 @@ def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]
             f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing",
             f'fcoll.all_reduce({target}, "sum", {group})',
             lambda got, axes=axes: _reduced(ring, got, mesh, axes, mean=False),  # type: ignore[misc]
+            is_missing=True,
         )
         yield Hypothesis(
             f"ranks hold values of their own over {group}: an average over {shown} is missing",
@@ -80,6 +142,17 @@ def _hypotheses(ring: Ring, value: Compared, mesh: Mesh) -> Iterator[Hypothesis]
             f"{n} times too small, the ranks of {shown}: averaged where it should be summed",
             f"multiplying {target} by {n}",
             lambda got, n=n: _times(ring, got, Fraction(n)),  # type: ignore[misc]
+        )
+    yield Hypothesis(
+        "its two last dims are transposed",
+        f"transposing {target}",
+        lambda got: [x if x is None or x.dim() < 2 else x.mT for x in got],
+    )
+    if (factor := _factor(ring, value)) is not None:
+        yield Hypothesis(
+            f"{factor} times what it should be",
+            f"multiplying {target} by {1 / factor}",
+            lambda got: _times(ring, got, 1 / factor),
         )
     for axes in mesh.subsets():
         yield Hypothesis(
@@ -110,6 +183,18 @@ def _reduced(ring: Ring, got: Values, mesh: Mesh, axes: Sequence[str], mean: boo
 def _times(ring: Ring, got: Values, factor: Fraction) -> Values:
     by = ring.number(float(ring.residue_of(factor)))
     return [None if x is None else ring.mul(x, by) for x in got]
+
+
+def _factor(ring: Ring, value: Compared) -> Fraction | None:
+    """By which simple number a rank's first element is what it should be."""
+    for got, want in zip(value.got, value.want, strict=True):
+        if got is None or want is None or got.shape != want.shape:
+            continue
+        for x, y in zip(got.flatten(), want.flatten(), strict=True):
+            if bool(x.isfinite() & y.isfinite()) and float(x) % ring.p and float(y) % ring.p:
+                ratio = ring.constant(float(ring.div(x, y)))
+                return Fraction(ratio).limit_denominator(4096) if ratio else None
+    return None
 
 
 def _rotated(

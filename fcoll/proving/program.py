@@ -19,6 +19,7 @@ from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Held, Layout, Mesh, Part
 from fcoll.proving.exact_mode import Exact, Refused, Wide
+from fcoll.proving.module_outputs import ModuleValues, watched
 from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
@@ -37,6 +38,7 @@ class Observed:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # at each optimizer step
     parameters: dict[str, Tensor] = field(default_factory=dict)  # after the step
     lines: dict[str, str] = field(default_factory=dict)  # where each parameter was first used
+    of_modules: ModuleValues = field(default_factory=ModuleValues)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Survey:
 
     parameters: dict[str, Part]
     data: dict[str, Part]
+    inputs: dict[str, Tensor]  # floats among the arguments of the step
 
 
 class Program:
@@ -60,9 +63,11 @@ class Program:
         algebras: Sequence[Algebra],
         locate: Callable[[list[Survey]], Layout],
         judge: Callable[[int, list[Observed]], bool] = lambda trial, observed: True,
+        cuts: frozenset[str] = frozenset(),
     ) -> list[list[Observed]]:
         """What each rank gave and did, in each algebra, as long as ``judge`` lets it go on.
-        Parameters get the algebra's values by name, those at the layout's indices. All in one
+        Parameters get the algebra's values by name, those at the layout's indices; outputs of the
+        modules of ``cuts`` are replaced (``module_outputs``). All in one
         simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
         surveys: dict[int, Survey] = {}
         seen: list[dict[int, Observed]] = [{} for _ in algebras]
@@ -77,7 +82,7 @@ class Program:
         def one(rank: int) -> list[Observed]:
             shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
             mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            surveys[rank] = _survey(Held.by(*self._built(mesh)))
+            surveys[rank] = _survey(*self._built(mesh))
             dist.barrier()
             self.surveys = [surveys[r] for r in range(self.mesh.size)]
             layout = locate(self.surveys)
@@ -100,7 +105,8 @@ class Program:
                 _lift(held, algebra, lifted)
             observed = Observed(lines=mode.lines)
             ran_backward.discard(rank)
-            with _watched(held, observed), active(mode):
+            modules = watched(held.found.modules, algebra, cuts, observed.of_modules)
+            with _gradients_noted(held, observed), modules, active(mode):
                 out = fn(*args)
                 if rank not in ran_backward:
                     backward_of(out)
@@ -167,12 +173,18 @@ class Folding:
 # -- before the step ---
 
 
-def _survey(held: Held) -> Survey:
+def _survey(fn: Callable[..., Any], args: tuple[Any, ...]) -> Survey:
+    held = Held.by(fn, args)
     buffers = {id(x) for m in held.found.modules for x in m.buffers()}
     data = {k: x for k, x in held.others.items() if id(x) not in buffers}
     return Survey(
         {k: Part.of(x) for k, x in held.parameters.items()},
         {k: Part.of(x) for k, x in data.items()},
+        {
+            f"args{_torch.keystr(path)}": Part.of(x).values
+            for path, x in _torch.tree_flatten_with_path(args)[0]
+            if isinstance(x, Tensor) and x.is_floating_point()
+        },
     )
 
 
@@ -215,7 +227,7 @@ def _storage(x: Tensor) -> int:
 
 
 @contextmanager
-def _watched(held: Held, observed: Observed) -> Iterator[None]:
+def _gradients_noted(held: Held, observed: Observed) -> Iterator[None]:
     """Gradients are final when an optimizer takes them."""
 
     def take(*_: Any) -> None:

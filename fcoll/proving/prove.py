@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fcoll.errors import BadMesh, BadOption
 from fcoll.proving.algebra import Unlucky
 from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
-from fcoll.proving.diagnosis import diagnose
+from fcoll.proving.diagnosis import diagnose, first_of_modules
 from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
+from fcoll.proving.module_outputs import cuttable, without_cuts
 from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict
 
 MOST_RANKS = 64  # threads, each with a model of its own
+WEAK = 0.01  # a trial with a larger bound is worth another run, with cuts
 ATTEMPTS = 4  # at a trial whose random values make a divisor zero
 ALLOWED = frozenset(("rng",))
 
@@ -94,47 +97,68 @@ class _Proof:
     uninterpreted: set[str] = field(default_factory=set)
     trials: list[_Trial] = field(default_factory=list)
     degree: float = 0.0  # of a compared difference and of an argument to be told from others
+    cuts: frozenset[str] = frozenset()  # modules
+    rings: list[Ring] = field(default_factory=list)
     layout: Layout | None = None
     data: tuple[str, ...] = ()
 
     def verdict(self, trials: int) -> Verdict:
-        for attempt in range(ATTEMPTS):
-            try:
+        self._run(trials, may_cut=True)
+        if self.cuts:
+            self._run(trials, self.cuts)
+            if self.trials[-1].wrong:  # by the cuts, or by the program: then it is so without them
+                self.cuts = frozenset()
                 self._run(trials)
-                break
-            except Unlucky as error:  # these values make a divisor zero
-                if attempt == ATTEMPTS - 1:
-                    raise Refused(str(error)) from error
         if self.trials[-1].wrong:
+            _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
             return self._verdict(False, 0.0, self.trials[-1].differences())
         if not any(self.compared.values()):
             raise Refused("there is nothing to compare: the step returns no loss and has no module")
-        bound = math.prod(min(1.0, self.degree / trial.ring.p) for trial in self.trials)
-        if bound >= 1.0:
+        if (bound := self._bound(trials)) >= 1.0:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
 
     def _verdict(self, equal: bool, bound: float, differences: Any) -> Verdict:
-        names = tuple(sorted(self.uninterpreted))
-        return Verdict(equal, bound, len(self.trials), self.compared, differences, names)
+        names = tuple(sorted(without_cuts(self.uninterpreted)))
+        cuts = tuple(sorted(self.cuts))
+        return Verdict(equal, bound, len(self.trials), self.compared, differences, names, cuts=cuts)
 
-    def _run(self, trials: int) -> None:
+    def _bound(self, trials: int) -> float:
+        return math.prod(min(1.0, self.degree / ring.p) for ring in self.rings[:trials])
+
+    def _run(self, trials: int, cuts: frozenset[str] = frozenset(), may_cut: bool = False) -> None:
         """So many trials with new primes and values, and the degrees."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._run_once(trials, cuts, may_cut)
+            except Unlucky as error:  # these values make a divisor zero
+                if attempt == ATTEMPTS - 1:
+                    raise Refused(str(error)) from error
+
+    def _run_once(self, trials: int, cuts: frozenset[str], may_cut: bool) -> None:
         drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
-        rings, degrees = [Ring(p, seed) for p, seed in drawn], Degrees()
+        self.rings, degrees = [Ring(p, seed) for p, seed in drawn], Degrees()
         self.trials = []
-        one = self.alone.run([*rings, degrees], self._locate_alone)
+        first, *others = self.rings
+        algebras = [first, degrees, *others]
+        one = self.alone.run(algebras, self._locate_alone, cuts=cuts)
+        seen: list[Observed] = []  # in the first trial
 
         def judge(i: int, many: list[Observed]) -> bool:
-            if i == trials:
+            if algebras[i] is degrees:
                 self.degree = _highest(one[i]) + _highest(many) + degrees.deepest
-                return False
-            self.trials.append(self._trial(rings[i], one[i][0], many))
-            self.tell(i + 1, trials)
-            return not self.trials[-1].wrong
+                if may_cut and self.degree / first.p > WEAK:
+                    of_ranks = [o.of_modules for o in seen]
+                    self.cuts = cuttable(first, one[0][0].of_modules, of_ranks)
+                return not may_cut or not self.cuts
+            seen[:] = seen or many
+            trial = self._trial(self.rings[len(self.trials)], one[i][0], many)
+            self.trials.append(trial)
+            self.tell(len(self.trials), trials)
+            return not trial.wrong
 
-        self.parallel.run([*rings, degrees], self._locate, judge)
+        self.parallel.run(algebras, self._locate, judge, cuts)
 
     def _locate_alone(self, surveys: list[Survey]) -> Layout:
         whole = surveys[0].parameters
@@ -152,8 +176,7 @@ class _Proof:
         assert self.layout is not None
         self.uninterpreted |= ring.uninterpreted
         wrong = self._differences(ring, one, many, self.layout)
-        lines = {**one.lines, **{k: v for o in many for k, v in o.lines.items()}}
-        return _Trial(ring, wrong, lines, self.parallel.mesh, self.compared["gradients"])
+        return _Trial(ring, wrong, one, many, self.parallel.mesh, self.data, self.compared)
 
     def _differences(
         self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
@@ -176,12 +199,29 @@ class _Proof:
 class _Trial:
     ring: Ring
     wrong: list[Compared]
-    lines: dict[str, str]
+    one: Observed
+    many: list[Observed]
     mesh: Mesh
-    gradients: int  # that were compared
+    data: tuple[str, ...]
+    compared: dict[str, int]
 
     def differences(self) -> tuple[Difference, ...]:
-        return diagnose(self.ring, self.wrong, self.lines, self.mesh, self.gradients)
+        """Of modules the first, then of all that is compared."""
+        lines = {k: v for o in (self.one, *self.many) for k, v in o.lines.items()}
+        gradients = self.compared["gradients"]
+        found = diagnose(self.ring, self.wrong, lines, self.mesh, gradients)
+        return (*self._of_modules(), *found)
+
+    def _of_modules(self) -> Iterator[Difference]:
+        """Forward if a result is wrong, else backward: there gradients of a mean over a part of
+        the batch are larger by the number of parts."""
+        one, ranks = self.one.of_modules, [o.of_modules for o in self.many]
+        if any(value.kind == "loss" for value in self.wrong):
+            yield from first_of_modules(self.ring, one, ranks, "forward", [1], self.mesh)
+        else:
+            parts = self.mesh.subsets(self.data)
+            scales = [1, *(math.prod(self.mesh.axes[a] for a in axes) for axes in parts)]
+            yield from first_of_modules(self.ring, one, ranks, "backward", scales, self.mesh)
 
 
 def _highest(observed: list[Observed]) -> float:
@@ -197,3 +237,12 @@ def _check_whole(layout: Layout) -> None:
         held = torch.cat(parts).unique().numel() if parts else 0
         if held < size:
             raise Refused(f"{size - held} of {size} elements of {name} are on no rank")
+
+
+def _check_inputs(one: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
+    """Of other numbers another result says nothing."""
+    for rank, inputs in enumerate(ranks):
+        for name in one.keys() & inputs.keys():
+            if not bool(torch.isin(inputs[name], one[name]).all()):
+                why = "has numbers that one device's has not: draw it from a generator of its own"
+                raise Refused(f"{name} of the step {why} in build (rank {rank})")

@@ -38,6 +38,11 @@ class Ring(Algebra):
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.took_log = False
 
+    @property
+    def modulus(self) -> int:
+        """What values are compared by: a logarithm is known modulo p^2 only."""
+        return self.p2 if self.took_log else self.N
+
     # -- digits ---
 
     def digits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

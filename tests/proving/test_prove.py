@@ -153,7 +153,8 @@ def test_the_vocabulary_offset(monkeypatch):
 
     monkeypatch.setattr(proved_programs.VocabularyLoss, "forward", wrong)
     verdict = fcoll.prove(*PROGRAMS["vocabulary_parallel"], trials=1)
-    assert verdict.equal is False and verdict.differences[0].name == "loss"
+    assert verdict.equal is False and verdict.differences[0].name == "output of VocabularyLoss"
+    assert verdict.differences[1].name == "loss"
 
 
 def test_a_norm_of_this_rank_alone():

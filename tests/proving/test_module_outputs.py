@@ -1,0 +1,143 @@
+"""What modules give: deep programs are cut there, and differences are named by them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from proved_programs import DIM, HIDDEN, PROGRAMS, Copy, cut, trained
+from torch import nn
+
+import fcoll
+from fcoll.proving import prove as prove_module
+from fcoll.proving.module_outputs import CUT
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of DTensor and DDP
+        yield
+
+
+class Layer(nn.Module):
+    """Cut over tp by hand; of twice the degree of its input."""
+
+    def __init__(self, tp, fault=""):
+        super().__init__()
+        self.tp, self.fault = tp, fault
+        self.norm = nn.Linear(DIM, DIM, bias=False)
+        self.up = nn.Linear(DIM, HIDDEN // tp.size(), bias=False)
+        self.down = nn.Linear(HIDDEN // tp.size(), DIM, bias=False)
+        with torch.no_grad():
+            self.up.weight.copy_(cut(torch.randn(HIDDEN, DIM), tp))
+            self.down.weight.copy_(cut(torch.randn(DIM, HIDDEN), tp, 1))
+
+    def forward(self, x):
+        x = self.norm(x)
+        if self.fault != "no copy":
+            x = Copy.apply(x, self.tp)
+        y = self.down(self.up(x).square())
+        if self.fault == "not summed":
+            return y
+        op = "avg" if self.fault == "averaged" else "sum"
+        return fcoll.all_reduce(y, op, self.tp, grad="identity")
+
+
+def stack(layers, fault="", at=-1):
+    def build(mesh):
+        tp = mesh["tp"]
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer(tp, fault if i == at else "") for i in range(layers)))
+        model.append(nn.Linear(DIM, 3))
+        return trained(model, torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
+
+    return build
+
+
+# -- cuts ---
+
+
+def test_a_deep_program_is_cut():
+    """16 layers: a degree of 2^18 without cuts, of some hundreds with them."""
+    verdict = fcoll.prove(stack(16), {"tp": 2})
+    assert verdict.equal, str(verdict)
+    assert verdict.error_bound < 1e-6 and "cut at 49 modules" in str(verdict)
+    assert {"0", "15", "7.norm", "15.up", "16"} <= set(verdict.cuts)
+    assert not any("down" in name for name in verdict.cuts), "partial sums are no one's"
+    assert not any(name.startswith(CUT) for name in verdict.uninterpreted)
+    assert verdict.to_dict()["cuts"] == verdict.cuts
+
+
+def test_without_cuts_it_could_not_be_told(monkeypatch):
+    monkeypatch.setattr(prove_module, "cuttable", lambda *args: frozenset())
+    verdict = fcoll.prove(stack(16), {"tp": 2})
+    assert verdict.equal is None and "prove fewer layers" in verdict.why
+
+
+def test_a_shallow_program_is_not_cut():
+    assert fcoll.prove(stack(2), {"tp": 2}).cuts == ()
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "fsdp2", "torch_ddp", "dtensor_tp"])
+def test_cuts_in_programs_of_torchs_wrappers(name, monkeypatch):
+    monkeypatch.setattr(prove_module, "WEAK", 0.0)
+    verdict = fcoll.prove(*PROGRAMS[name], trials=1)
+    assert verdict.equal and verdict.cuts, str(verdict)
+
+
+def test_what_holds_only_without_cuts_is_told_without_them(monkeypatch):
+    """The output of a module less the same, computed again: zero, but not behind a cut."""
+    monkeypatch.setattr(prove_module, "WEAK", 0.0)
+
+    def build(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
+
+        def step(x):
+            y = model[0](x)
+            if mesh.size() > 1:
+                y = y + (y - (x @ model[0].weight.t() + model[0].bias)).detach()
+            loss = model[1](y).square().sum()
+            loss.backward()
+            return loss
+
+        return step, (torch.linspace(-1, 1, DIM),)
+
+    verdict = fcoll.prove(build, {"tp": 2}, trials=1)
+    assert verdict.equal and verdict.cuts == (), str(verdict)
+
+
+@pytest.mark.parametrize("at", [0, 8])
+@pytest.mark.parametrize("fault", ["no copy", "not summed", "averaged"])
+def test_a_fault_in_a_deep_program(fault, at):
+    verdict = fcoll.prove(stack(10, fault, at), {"tp": 2}, trials=1)
+    assert verdict.equal is False
+    first = verdict.differences[0]
+    name, what, remedy = {
+        "no copy": (f"gradient of the output of {at}.norm", "is missing", "all_reduce(grad, "),
+        "not summed": (f"output of {at}", "an all-reduce over", "all_reduce(output, "),
+        "averaged": (f"output of {at}", "2 times too small", "multiplying output by 2"),
+    }[fault]
+    if fault == "not summed":  # what follows is given partial sums
+        name, remedy = f"input of {at + 1}", remedy.replace("output", "input")
+    assert first.name == name and what in first.what and remedy in first.remedy
+    called_in = "test_module_outputs.py" if fault == "no copy" else "proved_programs.py"
+    assert f"{called_in}:" in first.line
+
+
+# -- inputs ---
+
+
+def test_inputs_of_other_numbers_are_no_difference():
+    """Modules of other sizes take other random numbers, and so does the batch after them."""
+
+    def build(mesh):
+        torch.manual_seed(0)
+        layer = Layer(mesh["tp"])
+        return trained(layer, torch.randn(4, DIM))
+
+    verdict = fcoll.prove(build, {"tp": 2}, trials=1)
+    assert verdict.equal is None
+    assert verdict.why.startswith("args[0] of the step has numbers that one device's has not")
