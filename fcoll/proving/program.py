@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,10 @@ class Survey:
     inputs: dict[str, Tensor]  # floats among the arguments of the step
 
 
+Turn = tuple[Algebra, frozenset[str]]  # modules to cut
+Plan = Generator[Turn, Any, None]  # is sent list[Observed]
+
+
 class Program:
     """A build on a mesh, run as often as there are trials, always from the same random state."""
 
@@ -58,20 +63,14 @@ class Program:
         self.state = torch.get_rng_state()
         self.surveys: list[Survey] = []
 
-    def run(
-        self,
-        algebras: Sequence[Algebra],
-        locate: Callable[[list[Survey]], Layout],
-        judge: Callable[[int, list[Observed]], bool] = lambda trial, observed: True,
-        cuts: frozenset[str] = frozenset(),
-    ) -> list[list[Observed]]:
-        """What each rank gave and did, in each algebra, as long as ``judge`` lets it go on.
-        Parameters get the algebra's values by name, those at the layout's indices; outputs of the
-        modules of ``cuts`` are replaced (``module_outputs``). All in one
-        simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
+    def run(self, plan: Plan, locate: Callable[[list[Survey]], Layout]) -> None:
+        """The plan's trials: each yields an algebra and modules to cut, and is sent what ranks gave
+        and did. Parameters get the algebra's values by name, those at the layout's indices; outputs
+        of the modules to cut are replaced (``module_outputs``). All in one simulation: torch's
+        caches for DTensor are a thread's own, and cost seconds to fill."""
         surveys: dict[int, Survey] = {}
-        seen: list[dict[int, Observed]] = [{} for _ in algebras]
-        goes_on: dict[int, bool] = {}
+        seen: dict[int, Observed] = {}
+        turns: list[Turn | None] = []
         lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         ran_backward: set[int] = set()
 
@@ -79,23 +78,33 @@ class Program:
             if (me := this_rank()) is not None and not is_derivative:
                 ran_backward.add(me.number)
 
-        def one(rank: int) -> list[Observed]:
+        def turn(i: int) -> Turn | None:
+            """The i-th of the plan: the first rank to ask tells it of the one before."""
+            if i == len(turns):
+                ranks = [seen[r] for r in range(self.mesh.size)] if i else None
+                try:
+                    turns.append(plan.send(ranks))
+                except StopIteration:
+                    turns.append(None)
+            return turns[i]
+
+        def one(rank: int) -> None:
             shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
             mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
             surveys[rank] = _survey(*self._built(mesh))
             dist.barrier()
             self.surveys = [surveys[r] for r in range(self.mesh.size)]
             layout = locate(self.surveys)
-            for i, algebra in enumerate(algebras):
-                seen[i][rank] = trial(rank, mesh, layout, algebra)
+            for i in itertools.count():
+                if (now := turn(i)) is None:
+                    return
+                dist.barrier()  # all know of this turn: what they saw in the last may go
+                seen[rank] = trial(rank, mesh, layout, *now)
                 dist.barrier()
-                if i not in goes_on:  # the first rank to get here judges for all
-                    goes_on[i] = judge(i, [seen[i][r] for r in range(self.mesh.size)])
-                if not goes_on[i]:
-                    break
-            return [observed[rank] for observed in seen if rank in observed]
 
-        def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra) -> Observed:
+        def trial(
+            rank: int, mesh: Any, layout: Layout, algebra: Algebra, cuts: frozenset[str]
+        ) -> Observed:
             fn, args = self._built(mesh)
             held = Held.by(fn, args)
             mode = Exact(algebra, rank, self.allow, self.label)
@@ -118,8 +127,7 @@ class Program:
             return observed
 
         with around_backward(note):
-            by_rank = self._simulated(one)
-        return [list(observed) for observed in zip(*by_rank, strict=True)]
+            self._simulated(one)
 
     def _built(self, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.set_rng_state(self.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fcoll.errors import BadMesh, BadOption
-from fcoll.proving.algebra import Unlucky
+from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
@@ -20,7 +20,7 @@ from fcoll.proving.diagnosis import diagnose, first_of_modules
 from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.module_outputs import cuttable, without_cuts
-from fcoll.proving.program import Build, Observed, Program, Survey
+from fcoll.proving.program import Build, Observed, Plan, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict
 
@@ -98,23 +98,20 @@ class _Proof:
     trials: list[_Trial] = field(default_factory=list)
     degree: float = 0.0  # of a compared difference and of an argument to be told from others
     cuts: frozenset[str] = frozenset()  # modules
-    rings: list[Ring] = field(default_factory=list)
     layout: Layout | None = None
     data: tuple[str, ...] = ()
 
     def verdict(self, trials: int) -> Verdict:
         self._run(trials, may_cut=True)
-        if self.cuts:
-            self._run(trials, self.cuts)
-            if self.trials[-1].wrong:  # by the cuts, or by the program: then it is so without them
-                self.cuts = frozenset()
-                self._run(trials)
+        if self.cuts and self.trials[-1].wrong:  # by the cuts, or by the program: without them, too
+            self.cuts = frozenset()
+            self._run(trials, may_cut=False)
         if self.trials[-1].wrong:
             _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
             return self._verdict(False, 0.0, self.trials[-1].differences())
         if not any(self.compared.values()):
             raise Refused("there is nothing to compare: the step returns no loss and has no module")
-        if (bound := self._bound(trials)) >= 1.0:
+        if (bound := self._bound()) >= 1.0:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
@@ -124,41 +121,77 @@ class _Proof:
         cuts = tuple(sorted(self.cuts))
         return Verdict(equal, bound, len(self.trials), self.compared, differences, names, cuts=cuts)
 
-    def _bound(self, trials: int) -> float:
-        return math.prod(min(1.0, self.degree / ring.p) for ring in self.rings[:trials])
+    def _bound(self) -> float:
+        return math.prod(min(1.0, self.degree / trial.ring.p) for trial in self.trials)
 
-    def _run(self, trials: int, cuts: frozenset[str] = frozenset(), may_cut: bool = False) -> None:
+    def _run(self, trials: int, may_cut: bool) -> None:
         """So many trials with new primes and values, and the degrees."""
         for attempt in range(ATTEMPTS):
+            self.trials = []
             try:
-                return self._run_once(trials, cuts, may_cut)
+                return self._run_once(trials, may_cut)
             except Unlucky as error:  # these values make a divisor zero
                 if attempt == ATTEMPTS - 1:
                     raise Refused(str(error)) from error
 
-    def _run_once(self, trials: int, cuts: frozenset[str], may_cut: bool) -> None:
-        drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
-        self.rings, degrees = [Ring(p, seed) for p, seed in drawn], Degrees()
+    def _run_once(self, trials: int, may_cut: bool) -> None:
+        rings, degrees = self._rings(trials), Degrees()
+        one = self._alone([rings[0], degrees, *rings[1:]])
+        pieces = _Pieces(self._rings(trials), Degrees())
+
+        def plan() -> Plan:
+            """The first trial and the degrees tell whether and where to cut."""
+            seen = yield rings[0], frozenset()
+            if self._differs(rings[0], one[0], seen, trials):
+                return
+            degrees_seen = yield degrees, frozenset()
+            self.degree = _highest([one[1], *degrees_seen]) + degrees.deepest
+            if may_cut and self.degree / rings[0].p > WEAK:
+                modules = [o.of_modules for o in seen]
+                self.cuts = cuttable(rings[0], one[0].of_modules, modules)
+            if self.cuts:
+                for algebra in pieces.algebras:
+                    pieces.seen.append((yield algebra, self.cuts))
+                return
+            for ring, alone in zip(rings[1:], one[2:], strict=True):
+                if self._differs(ring, alone, (yield ring, frozenset()), trials):
+                    return
+
+        self.parallel.run(plan(), self._locate)
+        if self.cuts:
+            self._judge(pieces)
+
+    def _judge(self, pieces: _Pieces) -> None:
+        """The trials with cuts, in place of that without."""
         self.trials = []
-        first, *others = self.rings
-        algebras = [first, degrees, *others]
-        one = self.alone.run(algebras, self._locate_alone, cuts=cuts)
-        seen: list[Observed] = []  # in the first trial
+        one = self._alone(pieces.algebras, self.cuts)
+        self.degree = _highest([one[0], *pieces.seen[0]]) + pieces.degrees.deepest
+        for ring, alone, seen in zip(pieces.rings, one[1:], pieces.seen[1:], strict=True):
+            if self._differs(ring, alone, seen, len(pieces.rings)):
+                return
 
-        def judge(i: int, many: list[Observed]) -> bool:
-            if algebras[i] is degrees:
-                self.degree = _highest(one[i]) + _highest(many) + degrees.deepest
-                if may_cut and self.degree / first.p > WEAK:
-                    of_ranks = [o.of_modules for o in seen]
-                    self.cuts = cuttable(first, one[0][0].of_modules, of_ranks)
-                return not may_cut or not self.cuts
-            seen[:] = seen or many
-            trial = self._trial(self.rings[len(self.trials)], one[i][0], many)
-            self.trials.append(trial)
-            self.tell(len(self.trials), trials)
-            return not trial.wrong
+    def _rings(self, trials: int) -> list[Ring]:
+        drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
+        return [Ring(p, seed) for p, seed in drawn]
 
-        self.parallel.run(algebras, self._locate, judge, cuts)
+    def _alone(
+        self, algebras: Sequence[Algebra], cuts: frozenset[str] = frozenset()
+    ) -> list[Observed]:
+        """What one device gave and did in each algebra."""
+        seen: list[Observed] = []
+
+        def plan() -> Plan:
+            for algebra in algebras:
+                seen.extend((yield algebra, cuts))
+
+        self.alone.run(plan(), self._locate_alone)
+        return seen
+
+    def _differs(self, ring: Ring, one: Observed, many: list[Observed], trials: int) -> bool:
+        trial = self._trial(ring, one, many)
+        self.trials.append(trial)
+        self.tell(len(self.trials), trials)
+        return bool(trial.wrong)
 
     def _locate_alone(self, surveys: list[Survey]) -> Layout:
         whole = surveys[0].parameters
@@ -193,6 +226,19 @@ class _Proof:
                 wrong.append(value)
         self.compared = counts
         return wrong
+
+
+@dataclass
+class _Pieces:
+    """The trials of a program that is cut."""
+
+    rings: list[Ring]
+    degrees: Degrees
+    seen: list[list[Observed]] = field(default_factory=list)  # of ranks, in each algebra
+
+    @property
+    def algebras(self) -> list[Algebra]:
+        return [self.degrees, *self.rings]
 
 
 @dataclass
