@@ -7,19 +7,23 @@ shape and its rank's place on an axis.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcoll.errors import BadOption
 from fcoll.proving import _torch
 from fcoll.proving.exact_mode import Refused
 from fcoll.tracing.fakes import Found, reachable
+
+Data = Mapping[str, "str | tuple[str, int]"]  # an argument's name: the axis, and a dim unless 0
 
 
 @dataclass
@@ -31,7 +35,7 @@ class Held:
     others: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def by(*roots: Any) -> Held:
+    def by(roots: Any, named: Callable[[str], str]) -> Held:
         held = Held(reachable(*roots))
         names = dict(_names_in_modules(held.found))
         tensors = held.found.tensors
@@ -39,8 +43,27 @@ class Held:
             x, name = tensors[key]
             is_parameter = isinstance(x, torch.nn.Parameter) or (x.requires_grad and x.is_leaf)
             into = held.parameters if is_parameter else held.others
-            into[_unused(_torch.plain_name(names.get(key, name)), into)] = x
+            into[_unused(named(names.get(key, name)), into)] = x
         return held
+
+
+def namer(rename: Mapping[str, str]) -> Callable[[str], str]:
+    """One device's name of a path: without wrappers, and with the longest beginning replaced.
+
+    >>> named = namer({"blocks": "layers", "blocks.0.proj": "layers.0.out"})
+    >>> named("module.blocks.1.norm.weight"), named("blocks.0.proj.weight")
+    ('layers.1.norm.weight', 'layers.0.out.weight')
+    """
+    longest_first = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+
+    def named(path: str) -> str:
+        name = _torch.plain_name(path)
+        for start, instead in longest_first:
+            if name == start or name.startswith(f"{start}."):
+                return instead + name[len(start) :]
+        return name
+
+    return named
 
 
 def _names_in_modules(found: Found) -> Iterator[tuple[int, str]]:
@@ -193,6 +216,23 @@ def _check_alike(name: str, values: Sequence[Tensor]) -> None:
 
 
 # -- data ---
+
+
+def cut_along(fn: Callable[..., Any], args: tuple[Any, ...], data: Data, mesh: Any) -> Any:
+    """The arguments of the step with those of ``data`` cut by this rank's place on an axis."""
+    names = list(inspect.signature(fn).parameters)
+    cut = list(args)
+    for name, where in data.items():
+        axis, dim = (where, 0) if isinstance(where, str) else where
+        if name not in names[: len(args)] or axis not in (mesh.mesh_dim_names or ()):
+            known = f"arguments {names[: len(args)]} and axes {mesh.mesh_dim_names}"
+            raise BadOption(op="prove", arg="data", value={name: where}, known=known)
+        i, n = names.index(name), mesh[axis].size()
+        if args[i].shape[dim] % n:
+            known = f"the dims that {n} divides: {name} is {tuple(args[i].shape)}"
+            raise BadOption(op="prove", arg="data", value={name: where}, known=known)
+        cut[i] = args[i].chunk(n, dim)[mesh[axis].get_local_rank()].clone()
+    return tuple(cut)
 
 
 def data_axes(ranks: Sequence[dict[str, Part]], mesh: Mesh) -> tuple[str, ...]:

@@ -41,19 +41,17 @@ class ModuleValues:
 
 @contextmanager
 def watched(
-    modules: Mapping[torch.nn.Module, str],
+    modules: Mapping[str, torch.nn.Module],
     algebra: Algebra,
     cuts: frozenset[str],
     values: ModuleValues,
 ) -> Iterator[None]:
     """Inside, inputs and outputs are noted, and the outputs of ``cuts`` replaced. Hooks that a
     parallel style has put on a module run before."""
-    # of a wrapper and what it wraps, which have one name, the inner one
-    by_name = {_torch.plain_name(path): module for module, path in modules.items()}
-    if "" in by_name:
-        values.model = type(by_name[""]).__name__
+    if "" in modules:
+        values.model = type(modules[""]).__name__
     with ExitStack() as stack:
-        for name, module in by_name.items():
+        for name, module in modules.items():
             watch = _Watch(name, algebra, name in cuts, values)
             before = module.register_forward_pre_hook(watch.before, with_kwargs=True)
             stack.callback(before.remove)

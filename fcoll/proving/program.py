@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fcoll import reductions
 from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
-from fcoll.proving.correspondence import Held, Layout, Mesh, Part
+from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
 from fcoll.proving.exact_mode import Exact, Refused, Wide
 from fcoll.proving.module_outputs import ModuleValues, watched
 from fcoll.reductions import Reduction
@@ -58,8 +59,17 @@ Plan = Generator[Turn, Any, None]  # is sent list[Observed]
 class Program:
     """A build on a mesh, run as often as there are trials, always from the same random state."""
 
-    def __init__(self, build: Build, mesh: Mesh, allow: frozenset[str], label: str) -> None:
+    def __init__(
+        self,
+        build: Build,
+        mesh: Mesh,
+        allow: frozenset[str],
+        label: str,
+        rename: Mapping[str, str] = MappingProxyType({}),
+        data: Data = MappingProxyType({}),
+    ) -> None:
         self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
+        self.named, self.data = namer(rename), data
         self.state = torch.get_rng_state()
         self.surveys: list[Survey] = []
 
@@ -91,7 +101,7 @@ class Program:
         def one(rank: int) -> None:
             shape, names = tuple(self.mesh.axes.values()), tuple(self.mesh.axes)
             mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            surveys[rank] = _survey(*self._built(mesh))
+            surveys[rank] = _survey(*self._built(mesh), self.named)
             dist.barrier()
             self.surveys = [surveys[r] for r in range(self.mesh.size)]
             layout = locate(self.surveys)
@@ -106,7 +116,7 @@ class Program:
             rank: int, mesh: Any, layout: Layout, algebra: Algebra, cuts: frozenset[str]
         ) -> Observed:
             fn, args = self._built(mesh)
-            held = Held.by(fn, args)
+            held = Held.by((fn, args), self.named)
             mode = Exact(algebra, rank, self.allow, self.label)
             with _torch.raw():
                 _fill(held, algebra, layout, rank, mode)
@@ -114,8 +124,10 @@ class Program:
                 _lift(held, algebra, lifted)
             observed = Observed(lines=mode.lines)
             ran_backward.discard(rank)
-            modules = watched(held.found.modules, algebra, cuts, observed.of_modules)
-            with _gradients_noted(held, observed), modules, active(mode):
+            # of a wrapper and what it wraps, which have one name, the inner one
+            modules = {self.named(path): module for module, path in held.found.modules.items()}
+            modules_noted = watched(modules, algebra, cuts, observed.of_modules)
+            with _gradients_noted(held, observed), modules_noted, active(mode):
                 out = fn(*args)
                 if rank not in ran_backward:
                     backward_of(out)
@@ -133,7 +145,7 @@ class Program:
         torch.set_rng_state(self.state)
         with Wide():
             fn, args = self.build(mesh)
-        return fn, tuple(args)
+            return fn, cut_along(fn, tuple(args), self.data, mesh)
 
     def _simulated(self, fn: Callable[[int], Any]) -> list[Any]:
         before = torch.get_default_dtype()
@@ -181,8 +193,8 @@ class Folding:
 # -- before the step ---
 
 
-def _survey(fn: Callable[..., Any], args: tuple[Any, ...]) -> Survey:
-    held = Held.by(fn, args)
+def _survey(fn: Any, args: tuple[Any, ...], named: Callable[[str], str]) -> Survey:
+    held = Held.by((fn, args), named)
     buffers = {id(x) for m in held.found.modules for x in m.buffers()}
     data = {k: x for k, x in held.others.items() if id(x) not in buffers}
     return Survey(

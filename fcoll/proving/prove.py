@@ -14,7 +14,7 @@ from torch import Tensor
 from fcoll.errors import BadMesh, BadOption
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.constants import primes
-from fcoll.proving.correspondence import Layout, Mesh, data_axes, locate
+from fcoll.proving.correspondence import Data, Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import diagnose, first_of_modules
 from fcoll.proving.exact_mode import Refused
@@ -39,6 +39,8 @@ def prove(
     single: Build | None = None,
     trials: int = 3,
     allow: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    data: Data | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Verdict:
@@ -50,6 +52,10 @@ def prove(
     products, quotients and exp are exact, other functions are uninterpreted, parameters are drawn
     at random by their names, inputs are what build makes. ``trials`` are run with other primes and
     values; ``verdict.error_bound`` is the chance that different functions agree in all of them.
+
+    ``rename`` gives one device's names of modules or parameters that are called otherwise on the
+    mesh, ``{"blocks": "layers"}``; ``data`` the arguments of step that are to be cut, if build
+    makes them whole, ``{"x": "dp"}`` along dim 0, ``{"x": ("cp", 1)}`` along dim 1.
 
     What could not be told has ``equal`` None and says why: an op without a rule, a value that
     leaves the tensors, random numbers (unless ``allow={"rng"}``). Calls that do not match raise, as
@@ -77,7 +83,9 @@ def prove(
         raise BadMesh(what=f"{size} simulated ranks", hint=hint)
     if trials < 1:
         raise BadOption(op="prove", arg="trials", value=trials, known="1, 2, ...")
-    parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program")
+    parallel = Program(
+        build, Mesh(axes), frozenset(allow), "the parallel program", rename or {}, data or {}
+    )
     ones = Mesh(dict.fromkeys(axes, 1))
     alone = Program(single or build, ones, frozenset(allow), "the program of one device")
     proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))

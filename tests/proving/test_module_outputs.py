@@ -10,6 +10,7 @@ from proved_programs import DIM, HIDDEN, PROGRAMS, Copy, cut, trained
 from torch import nn
 
 import fcoll
+from fcoll.errors import RankFailed
 from fcoll.proving import prove as prove_module
 from fcoll.proving.module_outputs import CUT
 
@@ -141,3 +142,44 @@ def test_inputs_of_other_numbers_are_no_difference():
     verdict = fcoll.prove(build, {"tp": 2}, trials=1)
     assert verdict.equal is None
     assert verdict.why.startswith("args[0] of the step has numbers that one device's has not")
+
+
+# -- names and data that differ ---
+
+
+def net(names, mesh):
+    torch.manual_seed(0)
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, nn.Linear(DIM, DIM))
+
+    def step(x, y):
+        loss = (getattr(model, names[1])(getattr(model, names[0])(x).relu()) - y).square().mean()
+        loss.backward()
+        for p in model.parameters():
+            p.grad = fcoll.all_reduce(p.grad, "avg", mesh["dp"])
+        return loss
+
+    x = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    return step, (x, x.flip(0) * 2)
+
+
+def test_rename_and_data():
+    def build(mesh):
+        return net(("first", "last"), mesh)
+
+    def single(mesh):
+        return net(("up", "down"), mesh)
+
+    rename, data = {"first": "up", "last.weight": "down.weight", "last": "down"}, {"x": "dp"}
+    both = {**data, "y": ("dp", 0)}
+    verdict = fcoll.prove(build, {"dp": 2}, single=single, rename=rename, data=both, trials=1)
+    assert verdict.equal and verdict.compared["gradients"] == 4, str(verdict)
+    alike = fcoll.prove(build, {"dp": 2}, single=single, rename=rename, trials=1)
+    assert alike.equal, "every rank has the whole batch"
+    missing = fcoll.prove(build, {"dp": 2}, single=single, trials=1)
+    assert missing.equal is None and "no parameter 'first.weight'" in missing.why
+    with pytest.raises(RankFailed, match=r"Use one of arguments \['x', 'y'\] and axes"):
+        fcoll.prove(build, {"dp": 2}, data={"z": "dp"}, trials=1)
+    with pytest.raises(RankFailed, match=r"the dims that 3 divides: x is \(4, 8\)"):
+        fcoll.prove(build, {"dp": 3}, data=data, trials=1)
