@@ -48,12 +48,13 @@ def agrees(ring: Ring, value: Compared) -> bool:
 
 def gradients_and_parameters(
     one: Observed, ranks: Sequence[Observed], layout: Layout
-) -> Iterator[Compared]:
+) -> tuple[list[Compared], list[Compared]]:
     """In the order in which a backward pass comes to them: a fault shows where it enters."""
     names = list(one.parameters)[::-1]
     counts = {len(o.gradients) for o in (one, *ranks)}
     if len(counts) > 1:
         raise Refused(f"optimizers stepped {sorted(counts)} times on different ranks")
+    gradients = []
     rounds = counts.pop()
     for k in range(rounds):
         step = f" (step {k + 1})" if rounds > 1 else ""
@@ -63,10 +64,12 @@ def gradients_and_parameters(
             if full is None and all(x is None for x in got):
                 continue
             full = torch.zeros_like(one.parameters[name]) if full is None else full
-            yield _compared(f"gradient{step}", name, got, full, layout, zero=True)
+            gradients.append(_compared(f"gradient{step}", name, got, full, layout, zero=True))
+    parameters = []
     for name in names:
         got = [o.parameters.get(name) for o in ranks]
-        yield _compared("updated parameter", name, got, one.parameters[name], layout)
+        parameters.append(_compared("updated parameter", name, got, one.parameters[name], layout))
+    return gradients, parameters
 
 
 def _compared(

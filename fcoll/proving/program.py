@@ -38,6 +38,7 @@ class Observed:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # at each optimizer step
+    is_taken: bool = True  # by an optimizer: else they are what the step left
     parameters: dict[str, Tensor] = field(default_factory=dict)  # after the step
     lines: dict[str, str] = field(default_factory=dict)  # where each parameter was first used
     of_modules: ModuleValues = field(default_factory=ModuleValues)
@@ -128,8 +129,10 @@ class Program:
             modules = {self.named(path): module for module, path in held.found.modules.items()}
             modules_noted = watched(modules, algebra, cuts, observed.of_modules)
             with _gradients_noted(held, observed), modules_noted, active(mode):
+                versions = {x: x._version for x in held.parameters.values()}
                 out = fn(*args)
-                if rank not in ran_backward:
+                has_updated = any(x._version > version for x, version in versions.items())
+                if rank not in ran_backward and not has_updated:
                     backward_of(out)
                 _collect(held, out, observed)
             dist.barrier()
@@ -250,8 +253,9 @@ def _storage(x: Tensor) -> int:
 def _gradients_noted(held: Held, observed: Observed) -> Iterator[None]:
     """Gradients are final when an optimizer takes them."""
 
-    def take(*_: Any) -> None:
-        observed.gradients.append(_gradients(held))
+    def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        observed.gradients.append(_gradients(held, lambda x: id(x) in its))
 
     handles = [o.register_step_pre_hook(take) for o in held.found.optimizers]
     try:
@@ -261,11 +265,11 @@ def _gradients_noted(held: Held, observed: Observed) -> Iterator[None]:
             handle.remove()
 
 
-def _gradients(held: Held) -> dict[str, Tensor]:
+def _gradients(held: Held, of: Callable[[Tensor], bool]) -> dict[str, Tensor]:
     found = {}
     for name, x in held.parameters.items():
         grad = x.grad
-        if grad is None:
+        if grad is None or not of(x):
             continue
         if _torch.is_dtensor(grad) and grad.placements != x.placements:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=x.placements)  # type: ignore[attr-defined]
@@ -276,7 +280,8 @@ def _gradients(held: Held) -> dict[str, Tensor]:
 
 def _collect(held: Held, out: Any, observed: Observed) -> None:
     if not observed.gradients:
-        observed.gradients.append(_gradients(held))
+        observed.gradients.append(_gradients(held, lambda x: True))
+        observed.is_taken = False
     for path, x in _torch.tree_flatten_with_path(out)[0]:
         name = f"result{_torch.keystr(path)}" if path else "loss"
         if isinstance(x, Escaped):

@@ -222,18 +222,22 @@ class _Proof:
     def _differences(
         self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
     ) -> list[Compared]:
-        wrong = []
-        counts = dict.fromkeys(("losses", "gradients", "updated parameters"), 0)
-        for value, reading in results(ring, one, many, self.parallel.mesh, self.data):
-            counts["losses"] += 1
-            if not reading:
-                wrong.append(value)
-        for value in gradients_and_parameters(one, many, layout):
-            counts["gradients" if value.kind.startswith("gradient") else "updated parameters"] += 1
-            if not agrees(ring, value):
-                wrong.append(value)
-        self.compared = counts
-        return wrong
+        read = list(results(ring, one, many, self.parallel.mesh, self.data))
+        gradients, parameters = gradients_and_parameters(one, many, layout)
+        wrong_parameters = [v for v in parameters if not agrees(ring, v)]
+        wrong_gradients = [v for v in gradients if not agrees(ring, v)]
+        if not one.is_taken:
+            updated = _updated_by_step(ring, one) - {v.name for v in wrong_parameters}
+            scratch = {v.name for v in wrong_gradients} & updated
+            gradients = [v for v in gradients if v.name not in scratch]
+            wrong_gradients = [v for v in wrong_gradients if v.name not in scratch]
+        self.compared = {
+            "losses": len(read),
+            "gradients": len(gradients),
+            "updated parameters": len(parameters),
+        }
+        wrong = [value for value, reading in read if not reading]
+        return [*wrong, *wrong_gradients, *wrong_parameters]
 
 
 @dataclass
@@ -282,6 +286,16 @@ def _highest(observed: list[Observed]) -> float:
     """The highest degree of all that is compared."""
     named = (x for o in observed for x in (o.outputs, *o.gradients, o.parameters))
     return max((degree_of(x) for values in named for x in values.values()), default=0.0)
+
+
+def _updated_by_step(ring: Ring, one: Observed) -> set[str]:
+    """The parameters that the step itself has changed: gradients that it leaves may be of this rank
+    alone, if it has reduced a copy of them."""
+    return {
+        name
+        for name, x in one.parameters.items()
+        if not torch.equal(ring.draw(name, x.numel()).view(x.shape), x)
+    }
 
 
 def _check_whole(layout: Layout) -> None:

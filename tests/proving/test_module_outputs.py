@@ -183,3 +183,54 @@ def test_rename_and_data():
         fcoll.prove(build, {"dp": 2}, data={"z": "dp"}, trials=1)
     with pytest.raises(RankFailed, match=r"the dims that 3 divides: x is \(4, 8\)"):
         fcoll.prove(build, {"dp": 3}, data=data, trials=1)
+
+
+# -- gradients that are not the step's last word ---
+
+
+def by_hand_sgd(mesh, change=""):
+    """Reduces a copy of the gradients, and updates the parameters itself."""
+    dp = mesh["dp"]
+    torch.manual_seed(0)
+    model = nn.Linear(DIM, DIM)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                grad = p.grad if change == "local" else fcoll.all_reduce(p.grad, "avg", dp)
+                p -= 0.1 * grad
+        return loss
+
+    return step, (cut(torch.linspace(-1, 1, 4 * DIM).view(4, DIM), dp),)
+
+
+def test_gradients_that_the_step_leaves_behind():
+    verdict = fcoll.prove(by_hand_sgd, {"dp": 2}, trials=1)
+    assert verdict.equal and verdict.compared["gradients"] == 0, str(verdict)
+    assert verdict.compared["updated parameters"] == 2
+    wrong = fcoll.prove(lambda mesh: by_hand_sgd(mesh, "local"), {"dp": 2}, trials=1)
+    assert wrong.equal is False and len(wrong.differences) == 4
+    assert 'an average over "dp" is missing' in wrong.differences[0].what
+
+
+def test_a_step_that_takes_its_gradients_by_torch_func():
+    def build(mesh):
+        dp = mesh["dp"]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 1))
+
+        def step(x):
+            parameters = dict(model.named_parameters())
+            loss_of = lambda p: torch.func.functional_call(model, p, (x,)).square().mean()  # noqa: E731
+            grads, loss = torch.func.grad_and_value(loss_of)(parameters)
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    p -= 0.1 * fcoll.all_reduce(grads[name], "avg", dp)
+            return loss
+
+        return step, (cut(torch.linspace(-1, 1, 4 * DIM).view(4, DIM), dp),)
+
+    verdict = fcoll.prove(build, {"dp": 2}, trials=1)
+    assert verdict.equal and verdict.compared["updated parameters"] == 4, str(verdict)
