@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from torch import Tensor
 
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.judgement import Compared, agrees, same, total
-from fcoll.proving.module_outputs import GRADIENT, INPUT, OUTPUT, ModuleValues, not_one_devices
+from fcoll.proving.module_outputs import (
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    ModuleValues,
+    contained,
+    not_one_devices,
+)
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, counted
 
@@ -41,8 +49,9 @@ def first_of_modules(
     single, parts = getattr(one, direction), [getattr(o, direction) for o in ranks]
     lines = {k: v for o in ranks for k, v in o.lines.items()}
     for what, name in not_one_devices(ring, single, parts, scales):
-        got = [(o.get((what, name)) or [None])[0] for o in parts]
-        value = Compared(what, name or one.model, got, [None] * len(got), single[what, name][0])
+        calls = [single[what, name], *(o.get((what, name), [None]) for o in parts)]
+        whole, *got = next(_unequal(ring, calls), [of_call[0] for of_call in calls])
+        value = Compared(what, name or one.model, got, [None] * len(got), whole)
         value, fits = _of_module(ring, value, scales, mesh)
         told = fits.what if fits else _in_general(ring, value)
         remedy = f"right after {fits.remedy}" if fits and fits.remedy else ""
@@ -53,6 +62,14 @@ def first_of_modules(
         partial = partial or difference
     if partial is not None:
         yield partial
+
+
+def _unequal(ring: Ring, calls: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    """One device's and the ranks' values of the calls in which a rank has others."""
+    if len({len(of_program) for of_program in calls}) == 1:
+        for whole, *got in zip(*calls, strict=True):
+            if not contained(ring, [x for x in got if x is not None], [whole]):
+                yield [whole, *got]
 
 
 def _of_module(

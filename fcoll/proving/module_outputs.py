@@ -129,7 +129,7 @@ def without_cuts(uninterpreted: set[str]) -> set[str]:
 # -- whose outputs are one device's ---
 
 
-def _contained(ring: Ring, ranks: list[Tensor], one: list[Tensor]) -> bool:
+def contained(ring: Ring, ranks: list[Tensor], one: list[Tensor]) -> bool:
     """Are all elements of the ranks' among one device's?"""
     known = torch.cat([x.flatten() for x in one]) % ring.modulus
     return all(bool(torch.isin(x % ring.modulus, known).all()) for x in ranks)
@@ -141,13 +141,7 @@ def cuttable(ring: Ring, one: ModuleValues, ranks: Sequence[ModuleValues]) -> fr
     for (what, name), values in one.forward.items():
         of_ranks = [x for o in ranks for x in o.forward.get((what, name), ())]
         is_finite = all(bool(x.isfinite().all()) for x in values)
-        if (
-            what == OUTPUT
-            and name
-            and is_finite
-            and of_ranks
-            and _contained(ring, of_ranks, values)
-        ):
+        if what == OUTPUT and name and is_finite and of_ranks and contained(ring, of_ranks, values):
             found.add(name)
     return frozenset(found)
 
@@ -166,7 +160,7 @@ def not_one_devices(
         of_ranks = [x for o in ranks for x in o.get(event, ())]
         if not of_ranks:
             continue
-        if any(_contained(ring, of_ranks, [ring.mul(x, n) for x in values]) for n in numbers):
+        if any(contained(ring, of_ranks, [ring.mul(x, n) for x in values]) for n in numbers):
             suspects = []
         else:
             suspects.append(event)

@@ -264,11 +264,15 @@ class _Trial:
     compared: dict[str, int]
 
     def differences(self) -> tuple[Difference, ...]:
-        """Of modules the first, then of all that is compared."""
+        """Of modules the first, then of all that is compared; but before a wrong result the
+        gradients of an earlier optimizer step that it comes from."""
         lines = {k: v for o in (self.one, *self.many) for k, v in o.lines.items()}
-        gradients = self.compared["gradients"]
-        found = diagnose(self.ring, self.wrong, lines, self.mesh, gradients)
-        return (*self._of_modules(), *found)
+        earlier = tuple(f"gradient (step {k})" for k in range(1, len(self.one.gradients)))
+        wrong = sorted(self.wrong, key=lambda value: value.kind not in earlier)
+        of_a_step = self.compared["gradients"] // len(self.one.gradients)
+        found = diagnose(self.ring, wrong, lines, self.mesh, of_a_step)
+        modules = () if wrong[0].kind in earlier else self._of_modules()
+        return (*modules, *found)
 
     def _of_modules(self) -> Iterator[Difference]:
         """Forward if a result is wrong, else backward: there gradients of a mean over a part of
