@@ -1,4 +1,5 @@
-"""``Choice``: what the passes decided for a collective, kept with its node until it is lowered."""
+"""``Choice``: what the passes decided for a collective, kept with its node until it is lowered; and
+which collectives are torch's to lower from the first."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from fcoll.graph.nodes import arguments, collectives, has_named_group
+from inductor_ext._torch import all_reduce, all_reduce_, selects_one_shot
 
 _KEY = "fcoll"  # in node.meta
 
@@ -64,3 +67,19 @@ def calls_of(node: Node) -> tuple[str, ...]:
 def facts_without_choice(node: Node) -> dict[str, Any]:
     """What is known of a node, for another node that replaces it."""
     return {key: fact for key, fact in node.meta.items() if key != _KEY}
+
+
+def why_torchs(node: Node) -> str:
+    """Why a collective is torch's to lower; empty if it is ours."""
+    if not has_named_group(node):
+        return "its group is a value of the graph"
+    if node.target in (all_reduce, all_reduce_) and _is_one_shot(node):
+        return "torch._inductor.config._collective.auto_select takes it"
+    return ""
+
+
+def _is_one_shot(node: Node) -> bool:
+    x, args = node.args[0].meta.get("val"), arguments(node)  # type: ignore[union-attr]
+    if not isinstance(x, torch.Tensor) or not isinstance(x.numel(), int):
+        return False
+    return selects_one_shot(x.nbytes, args["reduce_op"], args["group_name"])

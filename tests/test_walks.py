@@ -101,7 +101,7 @@ def compiled_step(rank: int) -> set[str]:
 
 
 def test_compiled(shared2):
-    assert_at_most(68, shared2.run(compiled_step, timeout=100))
+    assert_at_most(46, shared2.run(compiled_step, timeout=100))
 
 
 def test_trace_check_and_report():

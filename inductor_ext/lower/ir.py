@@ -8,6 +8,7 @@ producer's buffer is a view; so it belongs to no pool of Inductor's, whatever th
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import sympy
 import torch
 
+from fcoll.groups import group_size
+from fcoll.table.collectives import COLLECTIVES
 from fcoll.transport.native.build import has_fast_path
 from inductor_ext import comparison
 from inductor_ext._torch import (
@@ -216,3 +219,50 @@ def parts_of(outputs: Sequence[Any], claim: ClaimKernel) -> list[ir.TensorBox]:
         V.graph.never_reuse_buffers.add(output.get_name())
     claim.parts = [*claim.parts, *(output.get_name() for output in outputs)]
     return [ir.TensorBox.create(output) for output in outputs]
+
+
+# -- shapes of the ops ---
+
+
+@functools.cache
+def register_shapes() -> None:
+    """Shapes of the ops of transport/native/compiled.cpp, known once the C++ part is loaded."""
+    fake = torch.library.register_fake
+
+    for allocates in ("claim", "symmetric_empty"):
+        fake(f"fcoll_native::{allocates}")(_allocated)
+
+    @fake("fcoll_native::meet")
+    def meet(
+        own: torch.Tensor, collective: str, reduce_op: str, group_name: str, dim: int
+    ) -> Sequence[torch.Tensor]:
+        return _parts(own, collective, group_name)
+
+    @fake("fcoll_native::announce")
+    def announce(
+        own: torch.Tensor, collective: str, reduce_op: str, group_name: str, dim: int
+    ) -> torch.Tensor:
+        return own.new_empty(1, dtype=torch.int64)
+
+    @fake("fcoll_native::collect")
+    def collect(
+        token: torch.Tensor, own: torch.Tensor, collective: str, group_name: str
+    ) -> Sequence[torch.Tensor]:
+        return _parts(own, collective, group_name)
+
+    @fake("fcoll_native::meet_and_reduce")
+    def meet_and_reduce(
+        own: torch.Tensor, collective: str, reduce_op: str, group_name: str, dim: int
+    ) -> torch.Tensor:
+        return _parts(own, collective, group_name)[0]
+
+
+def _allocated(group_name, which, size, stride, dtype, device):  # type: ignore[no-untyped-def]
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _parts(own: torch.Tensor, collective: str, group_name: str) -> list[torch.Tensor]:
+    n = group_size(group_name)
+    shares = COLLECTIVES[collective].native.arena == "share"
+    rows = own.shape[0] // n if shares else own.shape[0]
+    return [own.new_empty(rows, *own.shape[1:]) for _ in range(n)]

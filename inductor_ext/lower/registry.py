@@ -66,12 +66,12 @@ def register() -> None:
     """Give Inductor the lowerings of all rows that it has not yet: users may add rows between one
     compile and the next. For graphs that the passes have not seen they do what stock Inductor does.
     """
-    from inductor_ext.lower import native_fakes
+    from inductor_ext.lower.ir import register_shapes
     from inductor_ext.lower.lowerings import TORCHS, torchs_own
 
     teach()  # stock Inductor's come first: they are what ``unregister`` goes back to
     if symm_mem.load():
-        native_fakes.register()
+        register_shapes()
         comm_buffers_on_cpu(True)
     for row in COLLECTIVES.values():
         op = wait_tensor if row.is_wait else op_of(row)

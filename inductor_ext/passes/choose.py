@@ -14,11 +14,10 @@ from fcoll.groups import by_name
 from fcoll.table.row import Collective
 from fcoll.transport import shared_memory
 from inductor_ext._torch import is_view
-from inductor_ext.choice import Choice, choice_of, set_choice
+from inductor_ext.choice import Choice, choice_of, set_choice, why_torchs
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
 from inductor_ext.passes.simplify import substitute
-from inductor_ext.passes.torchs import why_torchs
 
 
 def choose(graph: Graph) -> list[str]:

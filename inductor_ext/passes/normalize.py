@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 from fcoll.eager.ops import op_of
 from fcoll.graph.nodes import collectives, is_wait
 from inductor_ext._torch import is_wait_for_list, wait_tensor
-from inductor_ext.choice import Choice, choice_of, set_choice
-from inductor_ext.passes.torchs import why_torchs
+from inductor_ext.choice import Choice, choice_of, set_choice, why_torchs
 
 
 def normalize(graph: Graph) -> list[str]:

@@ -48,14 +48,14 @@ _planned: deque[Planned] = deque(maxlen=1000)
 
 
 def plans() -> list[Planned]:
-    """The plans of the graphs that this process has compiled, the last one last; of a graph from a
-    cache none is made."""
+    """The plans of the graphs that this process has compiled, the last one last; none is made of a
+    graph from a cache, or of one that has nothing to hide."""
     return list(_planned)
 
 
 def schedule(graph: Graph) -> list[str]:
     """Give a graph the order, and the buckets, of ``config.schedule``."""
-    if config.schedule is None:
+    if config.schedule is None or (config.schedule == "safe" and _has_one_order(graph)):
         return []
     module = graph.owning_module or GraphModule(torch.nn.Module(), graph)
     carriers = _Carriers(machine_for(_devices(graph)))
@@ -90,6 +90,24 @@ def schedule(graph: Graph) -> list[str]:
         if node.name in calls:
             set_choice(node, replace(choice_of(node) or Choice(), calls=calls[node.name]))
     return [f"{name}: {what}" for name, what in done.items()]
+
+
+def _has_one_order(graph: Graph) -> bool:
+    """Is there one collective, and nothing to compute beside it? Then there is nothing to plan."""
+    starts = [node for node, _ in collectives(graph)]
+    if len(starts) != 1 or config.splits:
+        return False
+    tied = {starts[0]}
+    for node in graph.nodes:  # what comes of it
+        if not tied.isdisjoint(node.all_input_nodes):
+            tied.add(node)
+    before = list(starts)
+    while before:  # what it is made of
+        for node in before.pop().all_input_nodes:
+            if node not in tied:
+                tied.add(node)
+                before.append(node)
+    return all(node in tied for node in graph.nodes if node.op == "call_function")
 
 
 class _Carriers:

@@ -22,10 +22,9 @@ from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 from fcoll.table.row import Collective
 from inductor_ext._torch import is_pure
-from inductor_ext.choice import Choice, calls_of, facts_without_choice, set_choice
+from inductor_ext.choice import Choice, calls_of, facts_without_choice, set_choice, why_torchs
 from inductor_ext.config import config
 from inductor_ext.lower import one_shot
-from inductor_ext.passes.torchs import why_torchs
 
 aten = torch.ops.aten
 
