@@ -19,6 +19,7 @@ from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Held, Layout, Mesh, Part
 from fcoll.proving.exact_mode import Exact, Refused, Wide
+from fcoll.proving.optimizer_rules import cut_after_steps
 from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
@@ -54,6 +55,7 @@ class Program:
         self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
         self.state = torch.get_rng_state()
         self.surveys: list[Survey] = []
+        self.cuts_steps = False  # of optimizers
 
     def run(
         self,
@@ -100,11 +102,13 @@ class Program:
                 _lift(held, algebra, lifted)
             observed = Observed(lines=mode.lines)
             ran_backward.discard(rank)
-            with _watched(held, observed), active(mode):
+            cut = self.cuts_steps and held.found.optimizers
+            cuts = cut_after_steps(cut or (), algebra)
+            with _watched(held, observed), cuts, active(mode):
                 out = fn(*args)
                 if rank not in ran_backward:
                     backward_of(out)
-                _collect(held, out, observed)
+                _collect(held, out, observed, algebra)
             dist.barrier()
             with _torch.raw():
                 _restore(algebra, lifted)
@@ -130,6 +134,7 @@ class Program:
             # the fused kernels of attention compute with floats of their own
             stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             stack.enter_context(_no_escapes())
+            stack.enter_context(_torch.as_on_devices())
             try:
                 return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
             except RankFailed as error:
@@ -190,7 +195,7 @@ def _lift(held: Held, algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]
     filled = {_storage(_torch.local_of(x)) for x in held.parameters.values()}
     for x in held.others.values():
         local = _torch.local_of(x).detach()
-        if local.dtype != torch.float64 or local.is_meta:
+        if local.dtype not in (torch.float64, torch.complex128) or local.is_meta:
             continue  # others are lifted where they are used
         key = _storage(local)
         if key in filled or (id(algebra), key) in lifted or not key:
@@ -242,20 +247,21 @@ def _gradients(held: Held) -> dict[str, Tensor]:
     return found
 
 
-def _collect(held: Held, out: Any, observed: Observed) -> None:
+def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None:
     if not observed.gradients:
         observed.gradients.append(_gradients(held))
     for path, x in _torch.tree_flatten_with_path(out)[0]:
         name = f"result{_torch.keystr(path)}" if path else "loss"
         if isinstance(x, Escaped):
             observed.outputs[name] = x.element
-        elif isinstance(x, Tensor) and x.is_floating_point():
+        elif isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
             whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+            whole = torch.view_as_real(whole.resolve_conj()) if x.is_complex() else whole
             with _torch.raw():
                 observed.outputs[name] = _torch.local_of(whole).detach().clone()
     with _torch.raw():
         for name, x in held.parameters.items():
-            observed.parameters[name] = _torch.local_of(x).detach().clone()
+            observed.parameters[name] = algebra.uncut(_torch.local_of(x).detach().clone())
 
 
 # -- values that leave tensors ---
@@ -314,7 +320,8 @@ def _no_escapes() -> Iterator[None]:
 
     def refused(name: str) -> Callable[..., Any]:
         def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if getattr(_thread, "mode", None) is not None and x.is_floating_point():
+            has_elements = x.is_floating_point() or x.is_complex()
+            if getattr(_thread, "mode", None) is not None and has_elements:
                 at = user_line()
                 where = f", at {at}" if at else ""
                 raise Refused(f".{name}() takes values of the step out of it{where}")

@@ -105,12 +105,15 @@ class _Proof:
             except Unlucky as error:  # these values make a divisor zero
                 if attempt == ATTEMPTS - 1:
                     raise Refused(str(error)) from error
-        if self.trials[-1].wrong:
+        if self.trials[-1].wrong and not self.parallel.cuts_steps:
             return self._verdict(False, 0.0, self.trials[-1].differences())
         if not any(self.compared.values()):
             raise Refused("there is nothing to compare: the step returns no loss and has no module")
         bound = math.prod(min(1.0, self.degree / trial.ring.p) for trial in self.trials)
-        if bound >= 1.0:
+        if bound >= 1.0 and not self.parallel.cuts_steps:  # a second step starts anew
+            self.parallel.cuts_steps = self.alone.cuts_steps = True
+            return self.verdict(trials)
+        if bound >= 1.0 or self.trials[-1].wrong:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
@@ -122,7 +125,8 @@ class _Proof:
     def _run(self, trials: int) -> None:
         """So many trials with new primes and values, and the degrees."""
         drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
-        rings, degrees = [Ring(p, seed) for p, seed in drawn], Degrees()
+        rings = [Ring(p, seed) for p, seed in drawn]
+        degrees = Degrees(rings)
         self.trials = []
         one = self.alone.run([*rings, degrees], self._locate_alone)
 
