@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fcoll.imports import private, say_what_is_missing
+from fcoll.tracing._torch import replaced
 
 TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
@@ -64,6 +66,50 @@ def raw() -> Iterator[None]:
     """Inside, tensors are what their storage holds: no mode, no autograd."""
     with no_modes(), torch.no_grad():
         yield
+
+
+@contextmanager
+def as_on_devices() -> Iterator[None]:
+    """What torch refuses on CPUs, or does for a process and not for a rank: SyncBatchNorm, whose
+    kernels are of GPUs (norm_rules.py has their meaning), and the ops of ``loss_parallel()``, which
+    are in force as long as any rank is in it."""
+    import torch.distributed.tensor.parallel.loss as loss
+
+    inside = [0]
+    enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
+
+    def enter() -> None:
+        inside[0] += 1
+        enable()
+
+    def leave() -> None:
+        inside[0] -= 1
+        if not inside[0]:
+            disable()
+
+    names = {"_enable_custom_loss_ops": enter, "_disable_custom_loss_ops": leave}
+    with (
+        replaced(loss, names),
+        replaced(torch.nn.SyncBatchNorm, {"forward": _sync_batch_norm}),
+        replaced(DistributedDataParallel, {"_passing_sync_batchnorm_handle": lambda *_: None}),
+    ):
+        yield
+
+
+def _sync_batch_norm(self: Any, x: Tensor) -> Tensor:
+    """torch.nn.SyncBatchNorm.forward of 2.13, which asks for a GPU."""
+    group = self.process_group or torch.distributed.group.WORLD
+    n = torch.distributed.get_world_size(group)
+    if not self.training or n == 1:
+        return torch.nn.modules.batchnorm._BatchNorm.forward(self, x)
+    self._check_input_dim(x)
+    factor = 0.0 if self.momentum is None else self.momentum
+    if self.track_running_stats:
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / int(self.num_batches_tracked) if self.momentum is None else factor
+    running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+    sync = torch.nn.modules._functions.SyncBatchNorm
+    return sync.apply(x, self.weight, self.bias, *running, self.eps, factor, group, n)
 
 
 def local_of(x: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class Algebra:
     def log(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def of_logs(self, x: Tensor) -> Tensor:
+        """Which elements are sums of logarithms, as 0 is."""
+        raise NotImplementedError
+
     def root(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -79,6 +83,18 @@ class Algebra:
         raise NotImplementedError
 
     def key(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Uninterpreted functions of the elements, but of small integers, or what is cut."""
+        raise NotImplementedError
+
+    def uncut(self, x: Tensor) -> Tensor:
+        """The elements that were cut, as they were before."""
+        raise NotImplementedError
+
+    def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which elements are small integers, and which ones."""
         raise NotImplementedError
 
     def pick(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -92,9 +108,18 @@ class Algebra:
     def div(self, x: Tensor, y: Tensor) -> Tensor:
         return self.mul(x, self.inverse(y))
 
-    def inverse_of_sum(self, x: Tensor) -> Tensor:
-        """Of a sum of exponentials."""
-        return self.inverse(x)
+    def inverse_root(self, x: Tensor) -> Tensor:
+        """Its square is not looked up: r^2 r must be r^3, and r is 1 / sqrt(x) in all ways."""
+        return self.inverse(self.root(x))
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Uninterpreted, but for logarithms: a / (a + b) is that of log a - log b, by which parts
+        of a softmax are put together."""
+        plain, logs = self.opaque("sigmoid", x), self.of_logs(x)
+        if not bool(logs.any()):
+            return plain
+        weights = self.exp(self.neg(torch.where(logs, x, 0.0)))
+        return self.pick(logs, self.inverse(self.add(self.number(1), weights)), plain)
 
     def total(self, x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
         if not x.dim():
@@ -113,6 +138,10 @@ class Algebra:
 
     def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
         """As ``reductions.fold``, on elements of this algebra."""
+        if parts[0].is_complex():
+            if row.name not in ("sum", "avg"):
+                raise NotExact(f"a reduction of complex numbers by {row.name}")
+            return torch.view_as_complex(self.fold(row, [torch.view_as_real(x) for x in parts]))
         if not parts[0].is_floating_point():
             return fold(row, parts)
         combine = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,7 +78,7 @@ def _pow(a: Algebra, x: Any, y: Any) -> Tensor:
         return a.opaque("pow", *elements(a, x, y))
     x = element(a, x)
     if y in (0.5, -0.5):
-        return a.root(x) if y > 0 else a.opaque("rsqrt", x)
+        return a.root(x) if y > 0 else a.inverse_root(x)
     if float(y) != int(y) or abs(y) > 64:
         return a.opaque(f"pow {y}", x)
     done, square, n = None, x, abs(int(y))
@@ -120,6 +121,8 @@ RULES |= {
         "neg": lambda a, x: a.neg(x),
         "reciprocal": lambda a, x: a.inverse(x),
         "sqrt": lambda a, x: a.root(x),
+        "rsqrt": lambda a, x: a.inverse_root(x),
+        "sigmoid": lambda a, x: a.sigmoid(x),
         "exp": lambda a, x: a.exp(x),
         "expm1": lambda a, x: a.sub(a.exp(x), a.number(1)),
         "log": lambda a, x: a.log(x),
@@ -127,8 +130,7 @@ RULES |= {
         "abs": lambda a, x: larger(a, x, a.neg(x)),
         "sgn": lambda a, x: _sign(a, x),
         "sign": lambda a, x: _sign(a, x),
-        "silu": lambda a, x: a.mul(x, a.opaque("sigmoid", x)),
-        "nan_to_num": lambda a, x: x,
+        "silu": lambda a, x: a.mul(x, a.sigmoid(x)),
     }.items()
 }
 
@@ -136,9 +138,8 @@ RULES |= {
 # -- uninterpreted functions of one element, and what their gradients are multiplied by ---
 
 _OPAQUE = """
-    rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv relu
-    gelu elu softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu
-    log_sigmoid_forward
+    sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv relu gelu elu
+    softplus mish hardswish hardsigmoid exp2 log2 log10 lgamma digamma celu
 """
 OPAQUE = tuple(_OPAQUE.split())
 OPAQUE_GRADIENTS = ("gelu", "softplus", "mish", "hardswish", "hardsigmoid")
@@ -151,8 +152,7 @@ def _named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _opaque(name: str, a: Algebra, x: Any, *args: Any, **kwargs: Any) -> Any:
-    found = a.opaque(_named(name, args, kwargs), element(a, x))
-    return (found, torch.zeros_like(found)) if name == "log_sigmoid_forward" else found
+    return a.opaque(_named(name, args, kwargs), element(a, x))
 
 
 def _opaque_gradient(name: str, a: Algebra, grad: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -169,9 +169,36 @@ def _of_two(a: Algebra, x: Any, y: Any) -> Tensor:
     raise NotExact("it has no rule")
 
 
+@rule("log_sigmoid_forward")
+def _log_sigmoid(a: Algebra, x: Any) -> tuple[Tensor, Tensor]:
+    x = element(a, x)
+    plain, logs = a.opaque("log_sigmoid", x), a.of_logs(x)
+    if bool(logs.any()):
+        plain = a.pick(logs, a.log(torch.where(logs, a.sigmoid(x), 1.0)), plain)
+    return plain, torch.zeros_like(plain)
+
+
 @rule("log_sigmoid_backward")
 def _log_sigmoid_backward(a: Algebra, grad: Any, x: Any, buffer: Any) -> Tensor:
-    return _opaque_gradient("log_sigmoid_forward", a, grad, x)
+    grad, x = elements(a, grad, x)
+    return a.mul(grad, a.sub(a.number(1), a.sigmoid(x)))
+
+
+@rule("logaddexp")
+def _logaddexp(a: Algebra, x: Any, y: Any) -> Tensor:
+    x, y = elements(a, x, y)
+    return a.log(a.add(a.exp(x), a.exp(y)))
+
+
+@rule("nan_to_num")
+def _nan_to_num(a: Algebra, x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+    """Elements are never NaN."""
+    most = torch.finfo(torch.float64).max
+    x = element(a, x)
+    for found, value in ((torch.inf, posinf), (-torch.inf, neginf)):
+        value = math.copysign(most, found) if value is None else value
+        x = torch.where(x == found, a.number(value), x) if bool((x == found).any()) else x
+    return x
 
 
 @rule("tanh_backward")
@@ -189,7 +216,7 @@ def _sigmoid_backward(a: Algebra, grad: Any, y: Any) -> Tensor:
 @rule("silu_backward")
 def _silu_backward(a: Algebra, grad: Any, x: Any) -> Tensor:
     grad, x = elements(a, grad, x)
-    s = a.opaque("sigmoid", x)
+    s = a.sigmoid(x)
     inside = a.add(a.number(1), a.mul(x, a.sub(a.number(1), s)))
     return a.mul(grad, a.mul(s, inside))
 
@@ -250,6 +277,21 @@ RULES |= {
     "clamp_min": lambda a, x, low: _clamp(a, x, low),
     "clamp_max": lambda a, x, high: _clamp(a, x, None, high),
 }
+
+
+@rule("index_fill")
+def _index_fill(a: Algebra, x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
+    x, value = elements(a, x, value)
+    at = torch.zeros(x.shape, dtype=torch.bool).index_fill(dim, index, True)
+    return torch.where(at, value, x)
+
+
+@rule("scatter")
+def _scatter(a: Algebra, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Tensor:
+    if kwargs:
+        raise NotExact("a scatter that reduces")
+    x, source = elements(a, x, source)
+    return x.scatter(dim, index, source if source.dim() else source.expand(index.shape))
 
 
 @rule("where")

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
-from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED, WRITES_NUMBER
-from fcoll.proving.tensor_rules import RULES
+from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
+from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
+from fcoll.proving.norm_rules import RULES  # all of them
+from fcoll.proving.optimizer_rules import FUSED
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -25,6 +27,10 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_complex()
+
+
 def _each(args: Any) -> Iterator[Any]:
     for x in args:
         if isinstance(x, (list, tuple)):
@@ -34,8 +40,13 @@ def _each(args: Any) -> Iterator[Any]:
 
 
 def _wide(dtype: Any) -> Any:
-    is_real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    return torch.float64 if is_real else dtype
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _is_wide(x: Tensor) -> bool:
+    return x.dtype == _wide(x.dtype)
 
 
 class Wide(_torch.TorchDispatchMode):  # type: ignore[misc]
@@ -94,27 +105,28 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
     # -- an op ---
 
     def _run(self, func: Any, args: Any, kwargs: Any, floats: list[Tensor]) -> Any:
-        namespace, name, overload = _torch.name_of(func)
+        namespace, name, _ = _torch.name_of(func)
         if namespace in SILENT:
             return func(*args, **kwargs)
-        if any(x.is_complex() for x in floats):
-            raise NotExact("complex numbers")
+        if any(x.is_conj() or x.is_neg() for x in floats) and name not in ("_conj", "_neg_view"):
+            args, kwargs = self._each_float(args, kwargs, lambda x: resolved(self.algebra, x))
         if _torch.is_random(func):
             return self._random(func, args, kwargs, floats)
         if namespace in NAMESPACES:
             return func(*args, **kwargs)
         if name.startswith("_foreach_"):
             return self._foreach(func, args, kwargs)
+        if name in FUSED:
+            with self:
+                return FUSED[name](*args, **kwargs)
         written = _torch.written_args(func)
-        if any(x.dtype != torch.float64 for x in floats):
+        if not all(map(_is_wide, floats)):
             args, kwargs = self._lifted(args, kwargs, written)
         base = name.removesuffix("_") if written else name
         if name in SPECIAL:
             return SPECIAL[name](self, func, args, kwargs)
         if not floats and not self._makes_floats(func, args, kwargs):
             return func(*args, **kwargs)
-        if f"{name}.{overload}" in WRITES_NUMBER:
-            raise NotExact("it writes a number among elements")
         if base in MOVES and base not in RULES:
             kwargs = {k: _wide(v) for k, v in kwargs.items()}
             return func(*args, **kwargs)
@@ -125,7 +137,10 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         return self._value(func, base, args, kwargs)
 
     def _value(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if (rule := RULES.get(name)) is not None:
+        values = (*_each(args), *_each(kwargs.values()))
+        is_complex = any(isinstance(x, complex) or _is_complex(x) for x in values)
+        rules = COMPLEX_RULES if is_complex or name in ("polar", "complex") else RULES
+        if (rule := rules.get(name)) is not None:
             given = {k: v for k, v in kwargs.items() if k not in _HOW}
             with torch.no_grad():
                 return rule(self.algebra, *args, **given)
@@ -152,27 +167,23 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
 
     def _foreach(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Lists: the op without the prefix, for each."""
-        name = _torch.name_of(func)[1]
-        single = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
-        if name == "_foreach_norm":
-            single = torch.ops.aten.linalg_vector_norm
-        if single is None:
+        name = _torch.name_of(func)[1].removeprefix("_foreach_")
+        base, n = name.removesuffix("_"), len(args[0])
+        if base not in RULES and getattr(torch.ops.aten, name, None) is None:
             raise NotExact("it has no rule in exact arithmetic")
-        lists = [x if isinstance(x, (list, tuple)) else None for x in args]
-        n = len(args[0])
-        named = {k: v for k, v in kwargs.items() if k not in ("dtype",)}
-        with self:
-            done = [
-                single(
-                    *[
-                        x[i] if x is not None and len(x) == n else args[j]
-                        for j, x in enumerate(lists)
-                    ],
-                    **{k: v[i] if isinstance(v, (list, tuple)) else v for k, v in named.items()},
-                )
-                for i in range(n)
-            ]
+        done = [self._one_of(name, i, n, args, kwargs) for i in range(n)]
         return None if name.endswith("_") else done
+
+    def _one_of(self, name: str, i: int, n: int, args: Any, kwargs: Any) -> Any:
+        own = lambda x: x[i] if isinstance(x, (list, tuple)) and len(x) == n else x  # noqa: E731
+        mine, named = list(map(own, args)), {k: own(v) for k, v in kwargs.items() if k not in _HOW}
+        base = name.removesuffix("_")
+        if base not in RULES:  # a move
+            with self:
+                return getattr(torch.ops.aten, name)(*mine, **named)
+        with torch.no_grad():  # a rule, and not the op, which makes tensors of numbers
+            value = RULES[base](self.algebra, *mine, **named)
+        return mine[0].copy_(value) if name.endswith("_") else value
 
     # -- floats that are no elements yet ---
 
@@ -180,16 +191,24 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         """Tensors of other dtypes hold numbers: they were made outside of build and step."""
         for i, name, by_name in written:
             out = kwargs.get(name) if by_name else args[i]
-            if _is_float(out) and out.dtype != torch.float64:
+            if _is_float(out) and not _is_wide(out):
                 raise NotExact(f"it writes a tensor of {out.dtype} that was not made in build()")
 
-        def lift(x: Any) -> Any:
+        def lift(x: Tensor) -> Tensor:
+            if x.is_complex():
+                return packed(*map(self.algebra.lift, torch.view_as_real(x).unbind(-1)))
+            return self.algebra.lift(x)
+
+        return self._each_float(args, kwargs, lambda x: x if _is_wide(x) else lift(x))
+
+    def _each_float(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        def each(x: Any) -> Any:
             if isinstance(x, (list, tuple)):
-                return type(x)(map(lift, x))
-            return self.algebra.lift(x) if _is_float(x) and x.dtype != torch.float64 else x
+                return type(x)(map(each, x))
+            return change(x) if _is_float(x) else x
 
         with torch.no_grad():
-            return tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}
+            return tuple(map(each, args)), {k: each(v) for k, v in kwargs.items()}
 
     def _makes_floats(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Does an op without floats make some? Asked of the op itself."""
@@ -246,14 +265,21 @@ def _lift_fresh(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
 def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     x, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype.is_complex:
-        raise NotExact("complex numbers")
+        if x.is_complex():
+            return x.clone()
+        return packed(*parts(mode.algebra, x))
+    if x.is_complex():
+        raise NotExact("the imaginary part is left out")
     if dtype.is_floating_point:
         kwargs = {**kwargs, "dtype": torch.float64}
         return func(x if x.is_floating_point() else mode.algebra.lift(x), **kwargs)
     if x.is_floating_point():
-        if dtype != torch.bool:
+        if dtype == torch.bool:
+            return x != 0
+        known, counts = mode.algebra.counts(x)
+        if not bool(known.all()):
             raise NotExact(f"floats become {dtype}")
-        return x != 0
+        return counts.to(dtype)
     return func(*args, **kwargs)
 
 
@@ -261,7 +287,11 @@ def _copy_(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     to, x = args[:2]
     # Numbers that a library keeps (a tag behind a bucket's gradients) were not found to be lifted.
     # Residues stay themselves.
+    if to.is_complex():
+        return func(to, x if x.is_complex() else packed(*parts(mode.algebra, x)))
     if to.is_floating_point():
+        if x.is_complex():
+            raise NotExact("the imaginary part is left out")
         is_element = x.is_floating_point() and not bool(((x != x.floor()) | (x < 0)).any())
         x = x if is_element else mode.algebra.lift(x)
     if x.is_floating_point() and not to.is_floating_point():
@@ -277,6 +307,8 @@ def _view_dtype(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _item(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
+    if x.is_complex():
+        raise NotExact("a value of the step is used as a number of Python's")
     if not x.is_floating_point():
         return func(x)
     found = mode.algebra.constant(float(func(x)))

@@ -9,12 +9,13 @@ _MOVES = """
     diagonal_copy diagonal_scatter embedding expand expand_copy flip gather im2col index index_copy
     index_select lift lift_fresh_copy masked_scatter masked_select movedim narrow new_zeros
     permute permute_copy pixel_shuffle pixel_unshuffle repeat repeat_interleave resize resize_ roll
-    rot90 scatter select select_backward select_copy select_scatter set_ slice slice_backward
+    rot90 select select_backward select_copy select_scatter set_ slice slice_backward
     slice_copy slice_scatter split split_copy split_with_sizes split_with_sizes_copy squeeze
     squeeze_copy stack swapaxes t t_copy take tile transpose transpose_copy tril triu unbind
     unbind_copy unfold unfold_copy unsafe_chunk unsafe_split unsqueeze unsqueeze_copy value view
-    view_as view_copy zero zeros zeros_like masked_select _pin_memory record_stream
-    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+    view_as view_as_complex view_as_real view_copy _conj _neg_view zero zeros zeros_like
+    masked_select _pin_memory record_stream reflection_pad1d reflection_pad2d
+    replication_pad1d replication_pad2d
 """
 MOVES = frozenset(_MOVES.split())
 
@@ -26,6 +27,3 @@ UNINITIALIZED = frozenset(
 #: the algebra (``simulate_ranks(arithmetic=)``).
 NAMESPACES = frozenset(("fcoll", "_c10d_functional", "_c10d_functional_autograd", "c10d", "fsdp"))
 SILENT = frozenset(("profiler", "prim", "_dtensor"))
-
-#: Of moves, those that write a number of Python's, which would not be an element.
-WRITES_NUMBER = {"scatter.value", "scatter_.value", "index_fill.int_Scalar"}

@@ -22,6 +22,7 @@ from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
 from fcoll.proving.exact_mode import Exact, Refused, Wide
 from fcoll.proving.module_outputs import ModuleValues, watched
+from fcoll.proving.optimizer_rules import cut_around_steps
 from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
@@ -50,10 +51,22 @@ class Survey:
 
     parameters: dict[str, Part]
     data: dict[str, Part]
+    has_optimizer: bool
     inputs: dict[str, Tensor]  # floats among the arguments of the step
 
 
-Turn = tuple[Algebra, frozenset[str]]  # modules to cut
+@dataclass(frozen=True)
+class Cuts:
+    """Where values are replaced by uninterpreted functions of themselves, in both programs."""
+
+    modules: frozenset[str] = frozenset()  # their outputs
+    steps: bool = False  # what optimizers take and leave
+
+    def __bool__(self) -> bool:
+        return bool(self.modules) or self.steps
+
+
+Turn = tuple[Algebra, Cuts]
 Plan = Generator[Turn, Any, None]  # is sent list[Observed]
 
 
@@ -75,10 +88,9 @@ class Program:
         self.surveys: list[Survey] = []
 
     def run(self, plan: Plan, locate: Callable[[list[Survey]], Layout]) -> None:
-        """The plan's trials: each yields an algebra and modules to cut, and is sent what ranks gave
-        and did. Parameters get the algebra's values by name, those at the layout's indices; outputs
-        of the modules to cut are replaced (``module_outputs``). All in one simulation: torch's
-        caches for DTensor are a thread's own, and cost seconds to fill."""
+        """The plan's trials: each yields an algebra and where to cut, and is sent what ranks gave
+        and did. Parameters get the algebra's values by name, those at the layout's indices. All in
+        one simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
         surveys: dict[int, Survey] = {}
         seen: dict[int, Observed] = {}
         turns: list[Turn | None] = []
@@ -113,9 +125,7 @@ class Program:
                 seen[rank] = trial(rank, mesh, layout, *now)
                 dist.barrier()
 
-        def trial(
-            rank: int, mesh: Any, layout: Layout, algebra: Algebra, cuts: frozenset[str]
-        ) -> Observed:
+        def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra, cuts: Cuts) -> Observed:
             fn, args = self._built(mesh)
             held = Held.by((fn, args), self.named)
             mode = Exact(algebra, rank, self.allow, self.label)
@@ -127,14 +137,15 @@ class Program:
             ran_backward.discard(rank)
             # of a wrapper and what it wraps, which have one name, the inner one
             modules = {self.named(path): module for module, path in held.found.modules.items()}
-            modules_noted = watched(modules, algebra, cuts, observed.of_modules)
-            with _gradients_noted(held, observed), modules_noted, active(mode):
+            noted = watched(modules, algebra, cuts.modules, observed.of_modules)
+            steps = cut_around_steps(held.found.optimizers if cuts.steps else (), algebra)
+            with _gradients_noted(held, observed), noted, steps, active(mode):
                 versions = {x: x._version for x in held.parameters.values()}
                 out = fn(*args)
                 has_updated = any(x._version > version for x, version in versions.items())
                 if rank not in ran_backward and not has_updated:
                     backward_of(out)
-                _collect(held, out, observed)
+                _collect(held, out, observed, algebra)
             dist.barrier()
             with _torch.raw():
                 _restore(algebra, lifted)
@@ -159,6 +170,7 @@ class Program:
             # the fused kernels of attention compute with floats of their own
             stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             stack.enter_context(_no_escapes())
+            stack.enter_context(_torch.as_on_devices())
             try:
                 return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
             except RankFailed as error:
@@ -203,6 +215,7 @@ def _survey(fn: Any, args: tuple[Any, ...], named: Callable[[str], str]) -> Surv
     return Survey(
         {k: Part.of(x) for k, x in held.parameters.items()},
         {k: Part.of(x) for k, x in data.items()},
+        bool(held.found.optimizers),
         {
             f"args{_torch.keystr(path)}": Part.of(x).values
             for path, x in _torch.tree_flatten_with_path(args)[0]
@@ -225,7 +238,7 @@ def _lift(held: Held, algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]
     filled = {_storage(_torch.local_of(x)) for x in held.parameters.values()}
     for x in held.others.values():
         local = _torch.local_of(x).detach()
-        if local.dtype != torch.float64 or local.is_meta:
+        if local.dtype not in (torch.float64, torch.complex128) or local.is_meta:
             continue  # others are lifted where they are used
         key = _storage(local)
         if key in filled or (id(algebra), key) in lifted or not key:
@@ -278,7 +291,7 @@ def _gradients(held: Held, of: Callable[[Tensor], bool]) -> dict[str, Tensor]:
     return found
 
 
-def _collect(held: Held, out: Any, observed: Observed) -> None:
+def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None:
     if not observed.gradients:
         observed.gradients.append(_gradients(held, lambda x: True))
         observed.is_taken = False
@@ -286,13 +299,14 @@ def _collect(held: Held, out: Any, observed: Observed) -> None:
         name = f"result{_torch.keystr(path)}" if path else "loss"
         if isinstance(x, Escaped):
             observed.outputs[name] = x.element
-        elif isinstance(x, Tensor) and x.is_floating_point():
+        elif isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
             whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+            whole = torch.view_as_real(whole.resolve_conj()) if x.is_complex() else whole
             with _torch.raw():
                 observed.outputs[name] = _torch.local_of(whole).detach().clone()
     with _torch.raw():
         for name, x in held.parameters.items():
-            observed.parameters[name] = _torch.local_of(x).detach().clone()
+            observed.parameters[name] = algebra.uncut(_torch.local_of(x).detach().clone())
 
 
 # -- values that leave tensors ---
@@ -351,7 +365,8 @@ def _no_escapes() -> Iterator[None]:
 
     def refused(name: str) -> Callable[..., Any]:
         def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if getattr(_thread, "mode", None) is not None and x.is_floating_point():
+            has_elements = x.is_floating_point() or x.is_complex()
+            if getattr(_thread, "mode", None) is not None and has_elements:
                 at = user_line()
                 where = f", at {at}" if at else ""
                 raise Refused(f".{name}() takes values of the step out of it{where}")

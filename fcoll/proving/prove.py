@@ -20,13 +20,14 @@ from fcoll.proving.diagnosis import diagnose, first_of_modules
 from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.module_outputs import cuttable, without_cuts
-from fcoll.proving.program import Build, Observed, Plan, Program, Survey
+from fcoll.proving.program import Build, Cuts, Observed, Plan, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict
 
 MOST_RANKS = 64  # threads, each with a model of its own
 WEAK = 0.01  # a trial with a larger bound is worth another run, with cuts
 ATTEMPTS = 4  # at a trial whose random values make a divisor zero
+UNCUT = Cuts()
 ALLOWED = frozenset(("rng",))
 
 Progress = Callable[[int, int], None]
@@ -105,14 +106,14 @@ class _Proof:
     uninterpreted: set[str] = field(default_factory=set)
     trials: list[_Trial] = field(default_factory=list)
     degree: float = 0.0  # of a compared difference and of an argument to be told from others
-    cuts: frozenset[str] = frozenset()  # modules
+    cuts: Cuts = UNCUT
     layout: Layout | None = None
     data: tuple[str, ...] = ()
 
     def verdict(self, trials: int) -> Verdict:
         self._run(trials, may_cut=True)
         if self.cuts and self.trials[-1].wrong:  # by the cuts, or by the program: without them, too
-            self.cuts = frozenset()
+            self.cuts = UNCUT
             self._run(trials, may_cut=False)
         if self.trials[-1].wrong:
             _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
@@ -126,7 +127,7 @@ class _Proof:
 
     def _verdict(self, equal: bool, bound: float, differences: Any) -> Verdict:
         names = tuple(sorted(without_cuts(self.uninterpreted)))
-        cuts = tuple(sorted(self.cuts))
+        cuts = tuple(sorted(self.cuts.modules)) + ("optimizer steps",) * self.cuts.steps
         return Verdict(equal, bound, len(self.trials), self.compared, differences, names, cuts=cuts)
 
     def _bound(self) -> float:
@@ -143,26 +144,28 @@ class _Proof:
                     raise Refused(str(error)) from error
 
     def _run_once(self, trials: int, may_cut: bool) -> None:
-        rings, degrees = self._rings(trials), Degrees()
+        rings = self._rings(trials)
+        degrees = Degrees(rings)
         one = self._alone([rings[0], degrees, *rings[1:]])
-        pieces = _Pieces(self._rings(trials), Degrees())
+        pieces = _Pieces(self._rings(trials))
 
         def plan() -> Plan:
             """The first trial and the degrees tell whether and where to cut."""
-            seen = yield rings[0], frozenset()
+            seen = yield rings[0], UNCUT
             if self._differs(rings[0], one[0], seen, trials):
                 return
-            degrees_seen = yield degrees, frozenset()
+            degrees_seen = yield degrees, UNCUT
             self.degree = _highest([one[1], *degrees_seen]) + degrees.deepest
             if may_cut and self.degree / rings[0].p > WEAK:
-                modules = [o.of_modules for o in seen]
-                self.cuts = cuttable(rings[0], one[0].of_modules, modules)
+                of_ranks = [o.of_modules for o in seen]
+                modules = cuttable(rings[0], one[0].of_modules, of_ranks)
+                self.cuts = Cuts(modules, self.alone.surveys[0].has_optimizer)
             if self.cuts:
                 for algebra in pieces.algebras:
                     pieces.seen.append((yield algebra, self.cuts))
                 return
             for ring, alone in zip(rings[1:], one[2:], strict=True):
-                if self._differs(ring, alone, (yield ring, frozenset()), trials):
+                if self._differs(ring, alone, (yield ring, UNCUT), trials):
                     return
 
         self.parallel.run(plan(), self._locate)
@@ -173,8 +176,8 @@ class _Proof:
         """The trials with cuts, in place of that without."""
         self.trials = []
         one = self._alone(pieces.algebras, self.cuts)
-        self.degree = _highest([one[0], *pieces.seen[0]]) + pieces.degrees.deepest
-        for ring, alone, seen in zip(pieces.rings, one[1:], pieces.seen[1:], strict=True):
+        self.degree = _highest([one[-1], *pieces.seen[-1]]) + pieces.degrees.deepest
+        for ring, alone, seen in zip(pieces.rings, one[:-1], pieces.seen[:-1], strict=True):
             if self._differs(ring, alone, seen, len(pieces.rings)):
                 return
 
@@ -182,9 +185,7 @@ class _Proof:
         drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
         return [Ring(p, seed) for p, seed in drawn]
 
-    def _alone(
-        self, algebras: Sequence[Algebra], cuts: frozenset[str] = frozenset()
-    ) -> list[Observed]:
+    def _alone(self, algebras: Sequence[Algebra], cuts: Cuts = UNCUT) -> list[Observed]:
         """What one device gave and did in each algebra."""
         seen: list[Observed] = []
 
@@ -245,12 +246,11 @@ class _Pieces:
     """The trials of a program that is cut."""
 
     rings: list[Ring]
-    degrees: Degrees
     seen: list[list[Observed]] = field(default_factory=list)  # of ranks, in each algebra
 
-    @property
-    def algebras(self) -> list[Algebra]:
-        return [self.degrees, *self.rings]
+    def __post_init__(self) -> None:
+        self.degrees = Degrees(self.rings)
+        self.algebras = [*self.rings, self.degrees]
 
 
 @dataclass

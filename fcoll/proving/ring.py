@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.constants import perfect, rational, root_mod
+from fcoll.proving.known_values import KnownValues
 
 MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
 _SMALL = 2**12  # numerators and denominators of values that are taken for constants
@@ -34,9 +35,11 @@ class Ring(Algebra):
         self.p, self.seed = p, seed
         self.p2, self.N = p * p, p**3
         self.rate = random.Random(f"{seed}/rate").randrange(1, p)  # r of exp(x) = (1 + p r)^x
-        self._roots: list[tuple[Tensor, Tensor]] = []  # (root, its square), all that were given
-        self._sorted: tuple[Tensor, Tensor] | None = None
-        self.took_log = False
+        self._roots = KnownValues()  # of each its square
+        self._logs = KnownValues()  # of each the root of unity that exp restores
+        self._cuts = KnownValues()  # of each what it was
+        self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
+        self.took_log = self.took_sigmoid_of_log = False
 
     @property
     def modulus(self) -> int:
@@ -144,6 +147,17 @@ class Ring(Algebra):
     # -- arithmetic ---
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        total = self._add(x, y)
+        if self._logs:
+            (x_known, x_unit), (y_known, y_unit) = self._logs.find(x), self._logs.find(y)
+            self._note_log(
+                total,
+                x_known | y_known,
+                self.mul(torch.where(x_known, x_unit, 1.0), torch.where(y_known, y_unit, 1.0)),
+            )
+        return total
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
         total = x + y
         total = torch.where(total >= self.N, total - self.N, total)
         infinite = ~total.isfinite()
@@ -154,7 +168,19 @@ class Ring(Algebra):
         return total
 
     def neg(self, x: Tensor) -> Tensor:
+        done = self._neg(x)
+        if self._logs:
+            known, unit = self._logs.find(x)
+            self._note_log(done, known, self.inverse(unit))
+        return done
+
+    def _neg(self, x: Tensor) -> Tensor:
         return torch.where(x == 0, x, torch.where(x.isfinite(), self.N - x, -x))
+
+    def _note_log(self, x: Tensor, known: Tensor, unit: Tensor) -> None:
+        """Sums and differences of logarithms are logarithms; a small integer is anybody's."""
+        if bool((known := known & x.isfinite() & ~self.counts(x)[0]).any()):
+            self._logs.add(x[known], unit.expand(x.shape)[known])
 
     def bilinear(
         self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, terms: int = 1
@@ -173,43 +199,30 @@ class Ring(Algebra):
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """A root times a number is the root of another: DTensor's norms are such."""
         done = super().product(x, y)
-        if self._roots and x.numel() != y.numel() and 1 in (x.numel(), y.numel()):
+        if not self._roots:
+            return done
+        if x.numel() != y.numel() and 1 in (x.numel(), y.numel()):
             many, number = (x, y) if y.numel() == 1 else (y, x)
             self._remember_scaled(many, number, done)
-        elif self._roots and x.numel() == 1:
+        elif x.numel() == 1:
             self._remember_scaled(x, y, done)
             self._remember_scaled(y, x, done)
         return done
 
     def _remember_scaled(self, x: Tensor, number: Tensor, product: Tensor) -> None:
-        is_root, squares = self._squares_of(x)
+        is_root, squares = self._roots.find(x)
         if bool(is_root.any()):
             scaled = self.mul(squares, self.square(number))
-            self._remember(
+            self._roots.add(
                 product.flatten()[is_root.flatten()], scaled.flatten()[is_root.flatten()]
             )
-
-    def _remember(self, roots: Tensor, squares: Tensor) -> None:
-        self._roots.append((roots, squares))
-        self._sorted = None
-
-    def _squares_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Which elements are roots that were given, and their squares."""
-        if self._sorted is None:
-            pairs = [torch.cat(side) for side in zip(*self._roots, strict=True)]
-            order = pairs[0].argsort()
-            self._sorted = pairs[0][order], pairs[1][order]
-            self._roots = [self._sorted]
-        roots, squares = self._sorted
-        place = torch.searchsorted(roots, x.contiguous()).clamp(max=len(roots) - 1)
-        return roots[place] == x, squares[place]
 
     def square(self, x: Tensor) -> Tensor:
         """x * x, which of a root is what it is the root of."""
         product = self.mul(x, x)
         if not self._roots:
             return product
-        return torch.where(*self._squares_of(x), product)
+        return torch.where(*self._roots.find(x), product)
 
     def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
         """fn(x), where fn adds up elements."""
@@ -227,25 +240,30 @@ class Ring(Algebra):
         y = _inverses(self.p)[x0.to(torch.int64)]
         two = torch.tensor(2.0, dtype=torch.float64)
         for _ in range(2):
-            y = self.mul(y, self.add(two, self.neg(self.mul(x, y))))
+            y = self.mul(y, self._add(two, self._neg(self.mul(x, y))))
         return y
 
     # -- functions ---
 
     def exp(self, x: Tensor) -> Tensor:
-        """(1 + p r)^x = 1 + x p r + x (x - 1) / 2 (p r)^2; of minus infinity 0."""
+        """(1 + p r)^x = 1 + x p r + x (x - 1) / 2 (p r)^2; of minus infinity 0. Of a logarithm it
+        is what that was taken of."""
         gone = x == -math.inf
         x = torch.where(gone, 0.0, x)
         pr = torch.tensor(float(self.p * self.rate), dtype=torch.float64)
         half = torch.tensor(float((self.N + 1) // 2), dtype=torch.float64)
         one = torch.tensor(1.0, dtype=torch.float64)
         first = self.mul(x, pr)
-        pairs = self.mul(self.mul(x, self.add(x, self.neg(one))), half)
-        done = self.add(self.add(one, first), self.mul(pairs, self.mul(pr, pr)))
+        pairs = self.mul(self.mul(x, self._add(x, self._neg(one))), half)
+        done = self._add(self._add(one, first), self.mul(pairs, self.mul(pr, pr)))
+        if self._logs:
+            known, unit = self._logs.find(x)
+            done = self.mul(done, torch.where(known, unit, 1.0))
         return torch.where(gone, 0.0, done)
 
     def log(self, x: Tensor) -> Tensor:
         """The y below p^2 with exp(y) = x / T, T the root of unity that is x modulo p."""
+        self._cuts = KnownValues()  # of each what it was
         self.took_log = True
         gone = x == 0
         x = torch.where(gone, 1.0, x)
@@ -260,19 +278,27 @@ class Ring(Algebra):
         u = (unit - 1) / self.p  # an integer below p^2
         r = torch.tensor(float(self.rate), dtype=torch.float64)
         done = _mod(self.mul(self._log1(u), self.inverse(self._log1(r))), self.p2)
+        self._note_log(done, ~gone, root)
         return torch.where(gone, -math.inf, done)
+
+    def of_logs(self, x: Tensor) -> Tensor:
+        if not self._logs:
+            return x == 0
+        found = self._logs.find(x)[0]
+        self.took_sigmoid_of_log |= bool(found.any())
+        return found | (x == 0)
 
     def _log1(self, u: Tensor) -> Tensor:
         """log(1 + p u) / p = u - p u^2 / 2, modulo p^2."""
         half_p = torch.tensor(float(self.p * ((self.N + 1) // 2) % self.N), dtype=torch.float64)
-        return self.add(u, self.neg(self.mul(half_p, self.mul(u, u))))
+        return self._add(u, self._neg(self.mul(half_p, self.mul(u, u))))
 
     def root(self, x: Tensor) -> Tensor:
         """Uninterpreted but for its square; of the squares of small integers the integer."""
         small = x.sqrt().round()
         exact = (small * small == x) & (x < 2.0**20)
         found = torch.where(exact, small, self.opaque("sqrt", x))
-        self._remember(found.flatten(), x.flatten())
+        self._roots.add(found, x)
         return found
 
     def opaque(self, name: str, *args: Tensor) -> Tensor:
@@ -281,9 +307,27 @@ class Ring(Algebra):
         return self._hash(name, *args)
 
     def key(self, x: Tensor) -> Tensor:
-        """Numbers that order the residues, in an order drawn at random."""
-        mixed = self._mixed("order", x) & (2**52 - 1)
-        return torch.where(x.isfinite(), mixed.to(torch.float64), x)
+        """Numbers that order the residues, in an order drawn at random. Small integers, which count
+        something, lie together in their own."""
+        mixed = (self._mixed("order", x) & (2**52 - 1)).to(torch.float64)
+        known, number = self.counts(x)
+        mixed = torch.where(known, self._zero_key + number, mixed)
+        return torch.where(x.isfinite(), mixed, x)
+
+    def cut(self, x: Tensor) -> Tensor:
+        kept = self.counts(x)[0]
+        if self._cuts:
+            kept = kept | self._cuts.find(x)[0]
+        done = self._hash("cut", x)
+        self._cuts.add(done[~kept], x[~kept])
+        return torch.where(kept, x, done)
+
+    def uncut(self, x: Tensor) -> Tensor:
+        return torch.where(*self._cuts.find(x), x) if self._cuts else x
+
+    def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        number = torch.where(x > self.N // 2, x - self.N, x)
+        return number.abs() < _SMALL, number
 
     def pick(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return torch.where(condition, x, y)

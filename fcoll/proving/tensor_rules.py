@@ -45,14 +45,20 @@ def _mean(a: Algebra, x: Any, dim: Any = None, keepdim: bool = False, **_: Any) 
     return a.div(a.total(x, dims, keepdim), a.number(_count(x, dims)))
 
 
-def _variance(a: Algebra, x: Any, dim: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """With its mean; forms with ``correction`` and with ``unbiased``."""
+def _variance(
+    a: Algebra,
+    x: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """With its mean; forms with ``correction`` and with ``unbiased``, which may be the first."""
     if isinstance(dim, bool):
-        dim, kwargs["unbiased"] = None, dim
-    x, keepdim = element(a, x), kwargs.get("keepdim", False)
-    dims, unbiased = dims_of(x, dim), kwargs.get("unbiased", True)
-    less = kwargs.get("correction")
-    less = (1 if unbiased else 0) if less is None else less
+        dim, unbiased = None, dim
+    x = element(a, x)
+    dims, less = dims_of(x, dim), int(unbiased) if correction is None else correction
     mean = _mean(a, x, dims, True)
     spread = a.total(a.square(a.sub(x, mean)), dims, keepdim)
     done = a.div(spread, a.number(_count(x, dims) - less))
@@ -190,7 +196,7 @@ def _convolution_backward(
 
 def _normalized(a: Algebra, weights: Tensor, dim: int) -> Tensor:
     total = a.total(weights, dims_of(weights, dim), True)
-    return a.mul(weights, a.inverse_of_sum(total))
+    return a.mul(weights, a.inverse(total))
 
 
 @rule("_softmax")

@@ -36,7 +36,9 @@ class Verdict:
     differences: tuple[Difference, ...] = ()
     uninterpreted: tuple[str, ...] = ()
     why: str = ""
-    cuts: tuple[str, ...] = ()  # modules whose outputs were taken for uninterpreted functions
+    cuts: tuple[
+        str, ...
+    ] = ()  # modules whose outputs were taken for uninterpreted functions; steps
 
     def __bool__(self) -> bool:
         return self.equal is True
@@ -62,7 +64,7 @@ class Verdict:
             return "\n".join([f"differs first: {self.differences[0]}", *rest])
         found = [_shown(what, n) for what, n in self.compared.items() if n]
         tries = counted(self.trials, "trial")
-        cuts = f"cut at {counted(len(self.cuts), 'module')}"
+        cuts = f"cut at {counted(len(self.cuts), 'place')}"
         return (
             f"proved equal to one device: {', '.join(found)}, {tries}, "
             f"error ≤ {self.error_bound:.0e}" + (f", {cuts}" if self.cuts else "")

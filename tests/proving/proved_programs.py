@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
+import programs_attention
+import programs_layers
+import programs_routed
+import programs_sharding
 import torch
 import torch.nn.functional as F
+from program_parts import (
+    DIM,
+    HIDDEN,
+    MLP,
+    SEQUENCE,
+    VOCABULARY,
+    Block,
+    Copy,
+    batch,
+    cut,
+    language_step,
+    targets,
+    trained,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fcoll
-
-DIM, HIDDEN, HEADS, VOCABULARY = 8, 16, 2, 12
-
-
-class Copy(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return fcoll.all_reduce(grad, "sum", ctx.group), None
-
-
-def cut(x, mesh, dim=0):
-    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-
-
-def batch(mesh, *shape):
-    """This rank's rows of one batch."""
-    return cut(torch.randn(shape, generator=torch.Generator().manual_seed(1)), mesh)
-
-
-def targets(mesh, *shape):
-    g = torch.Generator().manual_seed(2)
-    return cut(torch.randint(VOCABULARY, shape, generator=g), mesh)
 
 
 class ByHand(nn.Module):
@@ -81,30 +63,6 @@ def by_hand(mesh):
     return step, (batch(dp, 4, DIM),)
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
-
-    def forward(self, x):
-        return self.down(F.relu(self.up(x)))
-
-
-def trained(model, x, optimizer=None, clip=None):
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return step, (x,)
-
-
 def dtensor_tp(mesh):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(MLP(), mesh["tp"], plan)
@@ -129,67 +87,6 @@ def fsdp2(mesh):
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return trained(model, batch(mesh["dp"], 4, DIM), optimizer, clip=1.0)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        heads = (
-            w(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A block of a transformer, with embedding and head."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, DIM)
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.attention, self.mlp = Attention(), MLP()
-        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        x = x + self.attention(self.attention_norm(x))
-        return self.head(x + self.mlp(self.mlp_norm(x)))
-
-
-SEQUENCE = {
-    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "attention_norm": SequenceParallel(),
-    "attention": PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    ),
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.o": RowwiseParallel(output_layouts=Shard(1)),
-    "mlp_norm": SequenceParallel(),
-    "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-
-
-def language_step(model, optimizer=None):
-    def step(tokens, wanted):
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-        loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return step
 
 
 def sequence_parallel(mesh):
@@ -252,4 +149,9 @@ PROGRAMS = {
     "sequence_parallel": (sequence_parallel, {"tp": 2}),
     "fsdp_and_sequence": (fsdp_and_sequence, {"dp": 2, "tp": 2}),
     "vocabulary_parallel": (vocabulary_parallel, {"tp": 2}),
+    **programs_sharding.PROGRAMS,
+    **programs_attention.PROGRAMS,
+    **programs_layers.PROGRAMS,
+    **programs_routed.PROGRAMS,
 }
+SINGLE = programs_layers.SINGLE  # of one device, where it is not the same build

@@ -64,7 +64,7 @@ def test_a_deep_program_is_cut():
     """16 layers: a degree of 2^18 without cuts, of some hundreds with them."""
     verdict = fcoll.prove(stack(16), {"tp": 2})
     assert verdict.equal, str(verdict)
-    assert verdict.error_bound < 1e-6 and "cut at 49 modules" in str(verdict)
+    assert verdict.error_bound < 1e-6 and "cut at 49 places" in str(verdict)
     assert {"0", "15", "7.norm", "15.up", "16"} <= set(verdict.cuts)
     assert not any("down" in name for name in verdict.cuts), "partial sums are no one's"
     assert not any(name.startswith(CUT) for name in verdict.uninterpreted)

@@ -131,9 +131,43 @@ def test_log_undoes_exp_and_is_additive_modulo_p2():
     a, b = (tensor([v for v in values if v % P][:100]) for values in (XS, YS))
     both = RING.log(RING.mul(a, b))
     assert ints((both - RING.log(a) - RING.log(b)) % P**2) == [0] * 100
-    root = [v * pow(pow(v, P * P, N), -1, N) % N for v in ints(a)]  # without its root of unity
-    assert ints(RING.exp(RING.log(a))) == root
     assert RING.log(tensor([0.0])).item() == float("-inf")
+
+
+def test_exp_undoes_log_also_of_sums_of_logarithms():
+    ring = Ring(P, 5)
+    a, b = tensor(XS[-100:]), tensor(XS[-200:-100])
+    x, y = ring.log(a), ring.log(b)
+    assert ints(ring.exp(x)) == ints(a)
+    plain = Ring(P, 5).exp(x)  # has not seen the logarithm: the root of unity is missing
+    assert ints(plain) == [v * pow(pow(v, P * P, N), -1, N) % N for v in ints(a)]
+    assert ints(ring.exp(ring.add(x, y))) == ints(ring.mul(a, b))
+    assert ints(ring.exp(ring.sub(x, y))) == ints(ring.div(a, b))
+    total = [v + w for v, w in zip(ints(a), ints(b), strict=True)]
+    some = tensor([i for i, v in enumerate(total) if v % P]).long()
+    x, y, a, b = x[some], y[some], a[some], b[some]
+    share = ring.sigmoid(ring.sub(x, y))  # a / (a + b)
+    assert ints(share) == ints(ring.div(a, ring.add(a, b)))
+    assert ring.took_sigmoid_of_log
+    assert ints(ring.sigmoid(b)) == ints(ring.opaque("sigmoid", b))  # of no logarithm
+
+
+def test_cuts_are_undone_and_made_once():
+    ring = Ring(P, 6)
+    x = tensor(XS)
+    cut = ring.cut(x)
+    small = [v < 2**12 or N - v < 2**12 for v in XS]
+    assert [c == v for c, v in zip(ints(cut), XS, strict=True)] == small
+    assert ints(ring.cut(cut)) == ints(cut) and ints(ring.uncut(cut)) == XS
+
+
+def test_small_integers_keep_their_order():
+    counts = tensor([-4000, -1, 0, 1, 2, 4000])
+    keys = RING.key(RING.lift(counts))
+    assert bool((keys[1:] > keys[:-1]).all())
+    known, numbers = RING.counts(RING.lift(counts))
+    assert bool(known.all()) and torch.equal(numbers, counts)
+    assert not bool(RING.counts(tensor(XS[len(EDGES) :]))[0].any())
 
 
 def test_the_square_of_a_root():
@@ -183,3 +217,19 @@ def test_degrees():
     assert degree_of(d.bilinear(torch.mm, x.view(1, 1), y.view(1, 1), 1)) == 2
     assert degree_of(d.pick(torch.tensor([False]), d.mul(x, y), x)) == 2
     assert degree_of(d.number(3)) == degree_of(d.lift(torch.ones(2))) == 0
+
+
+def test_degrees_of_exponentials_and_roots():
+    d = Degrees()
+    x, y = d.draw("x", 1), d.draw("y", 1)
+    weights = d.add(d.exp(x), d.exp(d.mul(x, y)))  # 2 modulo p: its inverse has no denominator
+    assert degree_of(weights) == 6 and degree_of(d.inverse(weights)) == 6
+    assert degree_of(d.total(d.inverse(weights).expand(5), [0])) == 6
+    assert degree_of(d.total(d.inverse(d.add(weights, x)).expand(5), [0])) == 30
+    assert degree_of(d.inverse_root(d.mul(x, y))) == 2
+    assert degree_of(d.square(d.root(d.exp(x)))) >= degree_of(d.exp(x))
+    assert degree_of(d.log(weights)) == 6
+    assert degree_of(d.sigmoid(weights)) == 1
+    met = Ring(P, 1)
+    met.took_sigmoid_of_log = True
+    assert degree_of(Degrees([met]).sigmoid(weights)) == 14

@@ -120,7 +120,20 @@ CASES = {
     "arange": [lambda x, y: torch.arange(-1.0, 3.0)],
     "eye": [lambda x, y: torch.eye(3)],
     "constant_pad_nd": [lambda x, y: F.pad(x, (1, 2), value=-0.5)],
-    "nan_to_num": [lambda x, y: x.nan_to_num()],
+    "nan_to_num": [
+        lambda x, y: x.nan_to_num(),
+        lambda x, y: x.masked_fill(MASK, -torch.inf).nan_to_num(neginf=0.5),
+    ],
+    "index_fill": [
+        lambda x, y: x.index_fill(1, tensor([0, 2]), 0.5),
+        lambda x, y: x.index_fill(0, tensor([1]), y[0, 0]),
+    ],
+    "scatter": [
+        lambda x, y: x.scatter(1, tensor([[0, 3], [1, 2]]), y),
+        lambda x, y: x.scatter(1, tensor([[0, 3], [1, 2]]), 0.5),
+    ],
+    "rsqrt": [lambda x, y: tensor([4.0, 16.0]).rsqrt()],
+    "logaddexp": [lambda x, y: torch.logaddexp(x[0, :1] * 0, x[0, :1] * 0 - torch.inf)],
 }
 
 
@@ -154,6 +167,57 @@ def test_as_floats_compute_it(name):
         check(fn)
 
 
+# Ops that torch has for GPUs only: in plain words.
+
+BY_HAND = {
+    "batch_norm_elemt": [
+        (
+            lambda x, y: torch.batch_norm_elemt(x, y[0], y[1], x[0], y[0], 0.5),
+            lambda x, y: (x - x[0]) * y[0] * y[0] + y[1],
+        ),
+        (
+            lambda x, y: torch.batch_norm_elemt(x, None, None, x[0], y[0], 0.5),
+            lambda x, y: (x - x[0]) * y[0],
+        ),
+    ],
+    "batch_norm_backward_reduce": [
+        (
+            lambda x, y: torch.batch_norm_backward_reduce(
+                y, x, x[0], y[1], y[0], True, True, True
+            ),
+            lambda x, y: (
+                y.sum(0),
+                (y * (x - x[0])).sum(0),
+                (y * (x - x[0])).sum(0) * y[1],
+                y.sum(0),
+            ),
+        )
+    ],
+    "batch_norm_backward_elemt": [
+        (
+            lambda x, y: torch.batch_norm_backward_elemt(
+                y, x, x[0], y[1], y[0], x[1], y[0], tensor([1, 3], dtype=torch.int32)
+            ),
+            lambda x, y: (
+                (y - x[1] / 4 - (x - x[0]) * y[1] * y[1] * y[0] / 4) * y[1] * y[0]
+            ),
+        )
+    ],
+}  # fmt: skip
+
+
+def check_by_hand(fn, plain):
+    ring, got = exact(fn, X, Y)
+    for g, w in zip(results(got), results(plain(X.double(), Y.double())), strict=True):
+        assert torch.equal(g, ring.lift(w))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_as_it_is_defined(name):
+    for fn, plain in BY_HAND[name]:
+        check_by_hand(fn, plain)
+
+
 # Rules that no rational number computes: what must hold of them.
 
 
@@ -173,6 +237,18 @@ def key_of(ring_fn):
 
 
 ROW = tensor([[True], [False]])
+
+
+def gathered(x, at=None):
+    """Mean and invstd of all rows by those of two parts; or the running variance."""
+    stats = [torch.batch_norm_stats(rows, 0.5) for rows in (x[:1], x[1:])]
+    running = torch.ones(2), torch.ones(2)
+    means, invstds = (torch.stack(kind) for kind in zip(*stats, strict=True))
+    counts = tensor([1.0, 3.0])
+    done = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *running, 0.25, 0.5, counts)
+    return done if at is None else running[1]
+
+
 LAWS = {
     "std": [
         lambda x, y: x.std(1).square() == x.var(1),
@@ -190,6 +266,36 @@ LAWS = {
     ],
     "exp": [lambda x, y: (x + y).exp() == x.exp() * y.exp(), lambda x, y: (x * 0).exp() == 1],
     "log": [lambda x, y: x.exp().log().exp() == x.exp()],
+    "rsqrt": [
+        lambda x, y: x.rsqrt() * x.sqrt() == 1,
+        lambda x, y: x**-0.5 == 1 / x.sqrt(),
+        lambda x, y: x.rsqrt() ** 2 * x.rsqrt() == x.rsqrt() ** 3,
+    ],
+    "logaddexp": [
+        lambda x, y: torch.logaddexp(x, y).exp() == x.exp() + y.exp(),
+        lambda x, y: torch.logaddexp(x, y) == torch.stack([x, y]).logsumexp(0),
+    ],
+    "sigmoid": [
+        lambda x, y: (x.exp().log() - y.exp().log()).sigmoid() == x.exp() / (x.exp() + y.exp()),
+        lambda x, y: x.sigmoid() == x.sigmoid(),
+    ],
+    "log_sigmoid_forward": [
+        lambda x, y: (
+            F.logsigmoid(x.exp().log() - y.exp().log()).exp() == x.exp() / (x.exp() + y.exp())
+        )
+    ],
+    "log_sigmoid_backward": [
+        lambda x, y: aten.log_sigmoid_backward(y, x, x) == y * (1 - x.sigmoid())
+    ],
+    "batch_norm_stats": [
+        lambda x, y: torch.batch_norm_stats(x, 0.5)[0] == x.mean(0),
+        lambda x, y: (1 / torch.batch_norm_stats(x, 0.5)[1]).square() == x.var(0, False) + 0.5,
+    ],
+    "batch_norm_gather_stats_with_counts": [
+        lambda x, y: gathered(x.t())[0] == x.mean(1),
+        lambda x, y: gathered(x.t())[1] == (x.var(1, False) + 0.5).rsqrt(),
+        lambda x, y: gathered(x.t(), at=2) == x.var(1) * 0.25 + 0.75,
+    ],
     "log1p": [lambda x, y: torch.log1p(x) == torch.log(1 + x)],
     "_log_softmax": [
         lambda x, y: x.log_softmax(1).exp() / x.log_softmax(1).exp().sum(1, True) == x.softmax(1)
@@ -247,8 +353,6 @@ def test_what_must_hold(name):
 
 
 def _call(name):
-    if name == "log_sigmoid_forward":
-        return lambda x, y: aten.log_sigmoid_forward(x)[0]
     return lambda x, y: getattr(aten, name)(x)
 
 
@@ -264,9 +368,10 @@ OPAQUE = {
     **{n: [_call(n), lambda r, x, y, n=n: r.opaque(n, x)] for n in elementwise_rules.OPAQUE},
     **{f"{n}_backward": _gradient(n) for n in ("gelu", "mish", "hardswish", "hardsigmoid")},
     "softplus_backward": _gradient("softplus", 1, 20),
-    "log_sigmoid_backward": [
-        lambda x, y: aten.log_sigmoid_backward(y, x, x),
-        lambda r, x, y: r.mul(y, r.opaque("log_sigmoid_forward'", x)),
+    "sigmoid": [lambda x, y: x.sigmoid(), lambda r, x, y: r.opaque("sigmoid", x)],
+    "log_sigmoid_forward": [
+        lambda x, y: F.logsigmoid(x),
+        lambda r, x, y: r.opaque("log_sigmoid", x),
     ],
     "threshold_backward": [
         lambda x, y: aten.threshold_backward(y, x, 0),
@@ -306,6 +411,7 @@ def test_a_wrong_rule_is_found_out(name, monkeypatch):
         return
     tests = [lambda fn=fn: check(fn) for fn in CASES.get(tested, ())]
     tests += [lambda fn=fn: holds(fn) for fn in LAWS.get(tested, ())]
+    tests += [lambda pair=pair: check_by_hand(*pair) for pair in BY_HAND.get(tested, ())]
     tests += [key_of(OPAQUE[tested])] if tested in OPAQUE else []
     assert tests, f"no test of the rule {name}"
     right = tensor_rules.RULES[tested]

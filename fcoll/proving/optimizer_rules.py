@@ -1,0 +1,102 @@
+"""What is special about optimizers: fused ones as torch's plain loops, and cuts around their steps.
+
+A cut replaces gradients before a step, and parameters and states after it, by uninterpreted
+functions of themselves, in both programs, so that degrees start anew: equal for every function is
+equal for the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcoll.proving import _torch
+from fcoll.proving.algebra import Algebra, NotExact
+
+
+def _adam(
+    param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, most: Any, step: int, **how: Any
+) -> None:
+    """As _single_tensor_adam of torch."""
+    lr, beta1, beta2 = how["lr"], how["beta1"], how["beta2"]
+    grad = -grad if how["maximize"] else grad
+    if how["weight_decay"] and how["decoupled"]:
+        param.mul_(1 - lr * how["weight_decay"])
+    elif how["weight_decay"]:
+        grad = grad.add(param, alpha=how["weight_decay"])
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    if how["amsgrad"]:
+        square = most.copy_(torch.maximum(most, square))
+    below = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(how["eps"])
+    param.addcdiv_(mean, below, value=-(lr / (1 - beta1**step)))
+
+
+def _fused_adam(decoupled: bool, *lists: Any, **how: Any) -> None:
+    params, grads, means, squares, mosts, steps = lists
+    how = _without_scaler(how, decoupled=decoupled)
+    for i, param in enumerate(params):
+        most = mosts[i] if mosts else None
+        _adam(param, grads[i], means[i], squares[i], most, int(steps[i].item()), **how)
+
+
+def _fused_sgd(params: Any, grads: Any, buffers: Any, **how: Any) -> None:
+    how = _without_scaler(how)
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        grad = -grad if how["maximize"] else grad
+        if how["weight_decay"]:
+            grad = grad.add(param, alpha=how["weight_decay"])
+        if how["momentum"]:
+            if how["is_first_step"]:
+                buffers[i].copy_(grad)
+            else:
+                buffers[i].mul_(how["momentum"]).add_(grad, alpha=1 - how["dampening"])
+            nesterov = how["nesterov"]
+            grad = grad.add(buffers[i], alpha=how["momentum"]) if nesterov else buffers[i]
+        param.add_(grad, alpha=-how["lr"])
+
+
+def _without_scaler(how: dict[str, Any], **more: Any) -> dict[str, Any]:
+    if how.get("grad_scale") is not None or isinstance(how["lr"], Tensor):
+        raise NotExact("gradients scaled by a tensor, or a learning rate that is one")
+    return {**how, **more}
+
+
+FUSED: dict[str, Callable[..., None]] = {
+    "_fused_adam_": lambda *lists, **how: _fused_adam(False, *lists, **how),
+    "_fused_adamw_": lambda *lists, **how: _fused_adam(True, *lists, **how),
+    "_fused_sgd_": _fused_sgd,
+}
+
+
+@contextmanager
+def cut_around_steps(
+    optimizers: Iterable[torch.optim.Optimizer], algebra: Algebra
+) -> Iterator[None]:
+    def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def cut(tensors: Iterable[Any]) -> None:
+        with _torch.raw():
+            for x in tensors:
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    local = _torch.local_of(x).detach()
+                    local.copy_(algebra.cut(local))
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        cut(p.grad for p in params_of(optimizer))
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = params_of(optimizer)
+        states = (x for p in params for x in optimizer.state.get(p, {}).values())
+        cut((*params, *states))
+
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(optimizer.register_step_pre_hook(before).remove)
+            stack.callback(optimizer.register_step_post_hook(after).remove)
+        yield
