@@ -164,7 +164,7 @@ RULES |= {name: partial(_opaque, name) for name in OPAQUE}
 RULES |= {f"{name}_backward": partial(_opaque_gradient, name) for name in OPAQUE_GRADIENTS}
 
 
-@rule("atan2", "hypot", "fmod", "remainder", "floor_divide", "xlogy")
+@rule("atan2", "hypot", "fmod", "remainder", "floor_divide")
 def _of_two(a: Algebra, x: Any, y: Any) -> Tensor:
     raise NotExact("it has no rule")
 
@@ -176,6 +176,14 @@ def _log_sigmoid(a: Algebra, x: Any) -> tuple[Tensor, Tensor]:
     if bool(logs.any()):
         plain = a.pick(logs, a.log(torch.where(logs, a.sigmoid(x), 1.0)), plain)
     return plain, torch.zeros_like(plain)
+
+
+@rule("xlogy")
+def _xlogy(a: Algebra, x: Any, y: Any) -> Tensor:
+    """x log(y), which is 0 where x is."""
+    x, y = torch.broadcast_tensors(*elements(a, x, y))
+    gone = x == a.number(0)
+    return torch.where(gone, 0.0, a.mul(x, a.log(torch.where(gone, a.number(1), y))))
 
 
 @rule("log_sigmoid_backward")

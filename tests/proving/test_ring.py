@@ -210,13 +210,29 @@ def test_degrees():
     assert degree_of(d.add(d.mul(x, y), x)) == 2
     over = d.div(x, d.mul(y, y))
     assert degree_of(over) == 2
-    assert degree_of(d.add(over, over)) == 4  # x/y^2 + z/w^2 has denominator y^2 w^2
-    assert degree_of(d.total(over.expand(5), [0])) == 10
+    other = d.div(x, d.mul(y, y))
+    assert degree_of(d.add(over, other)) == 4  # x/y^2 + z/w^2 has denominator y^2 w^2
+    assert degree_of(d.total(d.div(x, d.draw("y", 5)), [0])) == 5
     assert degree_of(d.exp(d.mul(x, y))) == 6
     assert degree_of(d.opaque("f", d.mul(x, y))) == 1 and d.deepest == 2
     assert degree_of(d.bilinear(torch.mm, x.view(1, 1), y.view(1, 1), 1)) == 2
     assert degree_of(d.pick(torch.tensor([False]), d.mul(x, y), x)) == 2
     assert degree_of(d.number(3)) == degree_of(d.lift(torch.ones(2))) == 0
+
+
+def test_degrees_of_fractions_that_share_a_denominator():
+    d = Degrees()
+    x, y, w = d.draw("x", 6).view(2, 3), d.draw("y", 6).view(2, 3), d.draw("w", 3)
+    rows = d.div(x, d.total(x, [1], True))  # each row has one
+    assert degree_of(d.add(rows, rows)) == 1
+    assert degree_of(d.total(rows, [1])) == 1
+    assert degree_of(d.total(rows, [0])) == 2  # of two rows
+    assert degree_of(d.total(d.add(rows, d.div(y, d.total(y, [1], True))), [1])) == 2
+    assert degree_of(d.bilinear(torch.mv, rows, w, 3)) == 2
+    assert degree_of(d.bilinear(lambda a, b: a @ b.t(), rows, rows, 3)) == 2
+    assert degree_of(d.bilinear(lambda a, b: a.t() @ b, rows, rows, 2)) == 4
+    assert degree_of(d.bilinear(torch.mul, rows, d.inverse(w))) == 2
+    assert degree_of(d.add(d.mul(rows, rows), rows)) == 3  # x^2/s^2 + x/s, not known to be over s^2
 
 
 def test_degrees_of_exponentials_and_roots():
@@ -225,7 +241,7 @@ def test_degrees_of_exponentials_and_roots():
     weights = d.add(d.exp(x), d.exp(d.mul(x, y)))  # 2 modulo p: its inverse has no denominator
     assert degree_of(weights) == 6 and degree_of(d.inverse(weights)) == 6
     assert degree_of(d.total(d.inverse(weights).expand(5), [0])) == 6
-    assert degree_of(d.total(d.inverse(d.add(weights, x)).expand(5), [0])) == 30
+    assert degree_of(d.total(d.inverse(d.add(weights, x).expand(5)), [0])) == 30
     assert degree_of(d.inverse_root(d.mul(x, y))) == 2
     assert degree_of(d.square(d.root(d.exp(x)))) >= degree_of(d.exp(x))
     assert degree_of(d.log(weights)) == 6

@@ -297,6 +297,10 @@ LAWS = {
         lambda x, y: gathered(x.t(), at=2) == x.var(1) * 0.25 + 0.75,
     ],
     "log1p": [lambda x, y: torch.log1p(x) == torch.log(1 + x)],
+    "xlogy": [
+        lambda x, y: torch.xlogy(x, y) == x * y.log(),
+        lambda x, y: torch.xlogy(x - x, x - x) == x - x,
+    ],
     "_log_softmax": [
         lambda x, y: x.log_softmax(1).exp() / x.log_softmax(1).exp().sum(1, True) == x.softmax(1)
     ],
@@ -394,7 +398,7 @@ def test_settings_make_another_function():
     assert not torch.equal(plain, other)
 
 
-REFUSED = ("atan2", "hypot", "fmod", "remainder", "floor_divide", "xlogy")
+REFUSED = ("atan2", "hypot", "fmod", "remainder", "floor_divide")
 
 
 @pytest.mark.parametrize("name", REFUSED)
