@@ -50,8 +50,16 @@ class Survey:
 class Program:
     """A build on a mesh, run as often as there are trials, always from the same random state."""
 
-    def __init__(self, build: Build, mesh: Mesh, allow: frozenset[str], label: str) -> None:
+    def __init__(
+        self,
+        build: Build,
+        mesh: Mesh,
+        allow: frozenset[str],
+        label: str,
+        isolate: Sequence[str] | None = None,
+    ) -> None:
         self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
+        self.isolate = isolate
         self.state = torch.get_rng_state()
         self.surveys: list[Survey] = []
 
@@ -131,7 +139,8 @@ class Program:
             stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             stack.enter_context(_no_escapes())
             try:
-                return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
+                arithmetic, isolate = Folding(), self.isolate
+                return simulate_ranks(fn, self.mesh.size, isolate=isolate, arithmetic=arithmetic)
             except RankFailed as error:
                 if (meant := self._meant(error)) is None:
                     raise

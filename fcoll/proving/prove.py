@@ -21,6 +21,7 @@ from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, 
 from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, Verdict
+from fcoll.simulation.rank_settings import isolated
 
 MOST_RANKS = 64  # threads, each with a model of its own
 ATTEMPTS = 4  # at a trial whose random values make a divisor zero
@@ -37,6 +38,7 @@ def prove(
     trials: int = 3,
     allow: Iterable[str] = (),
     seed: int = 0,
+    isolate: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Is the step on this mesh the function that it is on one device? Loss, every gradient and
@@ -50,7 +52,8 @@ def prove(
 
     What could not be told has ``equal`` None and says why: an op without a rule, a value that
     leaves the tensors, random numbers (unless ``allow={"rng"}``). Calls that do not match raise, as
-    in ``fcoll.check``.
+    in ``fcoll.check``. ``isolate``: modules whose globals each rank has for itself, as in
+    ``fcoll.simulate_ranks``.
 
     >>> def build(mesh):
     ...     w = torch.nn.Parameter(torch.randn(4))
@@ -74,9 +77,10 @@ def prove(
         raise BadMesh(what=f"{size} simulated ranks", hint=hint)
     if trials < 1:
         raise BadOption(op="prove", arg="trials", value=trials, known="1, 2, ...")
-    parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program")
+    names = isolated(isolate, "prove")
+    parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program", names)
     ones = Mesh(dict.fromkeys(axes, 1))
-    alone = Program(single or build, ones, frozenset(allow), "the program of one device")
+    alone = Program(single or build, ones, frozenset(allow), "the program of one device", names)
     proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))
     try:
         return proof.verdict(trials)

@@ -1,0 +1,179 @@
+"""Globals of modules that each rank has for itself, where ranks share a process.
+
+Libraries keep a rank's groups and numbers in globals of a module (Megatron's parallel_state) or on
+a class (accelerate's PartialState). Exactly one rank runs at a time: what the modules hold is kept
+when a rank stops and put back when it goes on. Containers stay the same objects, since others may
+have imported them by name; what is in them changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+#: Modules of libraries that keep a rank's state.
+KNOWN = (
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel.random",
+    "accelerate.state",
+)
+
+_CONTAINERS = (dict, list, set, deque)
+_MISSING = object()
+
+
+class Globals:
+    """What the modules of these names, and those below them, hold for one rank."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.packages = frozenset(name.partition(".")[0] for name in names)
+        self.roots: list[Any] = list(_imported(names))
+        self.held: list[tuple[Any, Any]] = []  # (module, class or container, what is in it)
+        self.copies: list[Globals] = [self]  # those of all ranks and of the caller
+        self.save()
+        # a container that a rank gives up for another one may still be known elsewhere
+        self.roots += [owner for owner, _ in self.held]
+
+    def copy(self) -> Globals:
+        """What a rank begins with, as a forked process does."""
+        made = Globals(())
+        made.names, made.packages, made.copies = self.names, self.packages, self.copies
+        made.roots, made.held = list(self.roots), list(self.held)
+        self.copies.append(made)
+        return made
+
+    def save(self) -> None:
+        """Keep what is there now."""
+        self.held = self._walk(self.roots) if self.roots else []
+
+    def restore(self) -> None:
+        """Put it back."""
+        for owner, contents in self.held:
+            _put(owner, contents)
+
+    @contextmanager
+    def following_imports(self) -> Iterator[None]:
+        """Inside, a module that a rank imports is for all others what it was when imported."""
+        if not self.names:
+            yield
+            return
+
+        def add(module: ModuleType) -> None:
+            held = self._walk([module])
+            for each in self.copies:
+                each.held = each.held + held
+                each.roots += [owner for owner, _ in held]
+
+        finder = _Finder(self.names, add)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, one rank runs alone; afterwards all is what it was."""
+        with self.following_imports():
+            try:
+                yield
+            finally:
+                self.restore()
+
+    def _walk(self, roots: Iterable[Any]) -> list[tuple[Any, Any]]:
+        """All that can be reached over containers, classes of the modules, and objects of classes
+        of their packages."""
+        found, seen, todo = [], set(), list(roots)
+        while todo:
+            x = todo.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, (ModuleType, type)):
+                if isinstance(x, type) and not _covers(self.names, x.__module__):
+                    continue
+                contents: Any = _attributes(x)
+            elif isinstance(x, _CONTAINERS):
+                contents = dict(x) if isinstance(x, dict) else list(x)
+            else:
+                if isinstance(x, tuple):
+                    todo.extend(x)
+                elif self._is_state(x):
+                    todo.append(vars(x))
+                continue
+            found.append((x, contents))
+            todo.extend(contents.values() if isinstance(contents, dict) else contents)
+        return found
+
+    def _is_state(self, x: Any) -> bool:
+        kind = type(x)
+        of_package = kind.__module__.partition(".")[0] in self.packages
+        return (of_package or kind is SimpleNamespace) and hasattr(x, "__dict__")
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Of a module or class; submodules stay where they are imported, once for the process."""
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not ((name.startswith("__") and name.endswith("__")) or isinstance(value, ModuleType))
+    }
+
+
+def _put(owner: Any, contents: Any) -> None:
+    if isinstance(owner, _CONTAINERS):
+        owner.clear()
+        if isinstance(owner, (dict, set)):
+            owner.update(contents)
+        else:
+            owner.extend(contents)
+        return
+    kind: Any = type if isinstance(owner, type) else ModuleType
+    now = _attributes(owner)
+    for name in now.keys() - contents.keys():
+        kind.__delattr__(owner, name)
+    for name, value in contents.items():
+        if now.get(name, _MISSING) is not value:
+            kind.__setattr__(owner, name, value)
+
+
+def _covers(names: tuple[str, ...], module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _imported(names: tuple[str, ...]) -> Iterator[ModuleType]:
+    for name in names:
+        module = sys.modules.get(name)
+        if module is not None:
+            yield module
+        if hasattr(module, "__path__"):  # a package
+            yield from (m for n, m in list(sys.modules.items()) if n.startswith(f"{name}."))
+
+
+class _Finder:
+    """Ahead of the others in sys.meta_path: tells of modules when they have been imported."""
+
+    def __init__(self, names: tuple[str, ...], imported: Callable[[ModuleType], None]) -> None:
+        self.names, self.imported = names, imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not _covers(self.names, name):
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        loader = getattr(spec, "loader", None)
+        if hasattr(loader, "exec_module") and not isinstance(loader, type):
+            execute = loader.exec_module  # type: ignore[union-attr]
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                self.imported(sys.modules.get(name, module))
+
+            loader.exec_module = executed  # type: ignore[union-attr]
+        return spec
