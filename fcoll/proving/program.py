@@ -125,6 +125,8 @@ class Program:
 
     def _built(self, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.set_rng_state(self.state)
+        if (me := this_rank()) is not None:  # libraries are set up anew in each build
+            me.settings.modules.begin_again()
         with Wide():
             fn, args = self.build(mesh)
         return fn, tuple(args)

@@ -8,6 +8,7 @@ have imported them by name; what is in them changes.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ KNOWN = (
     "accelerate.state",
 )
 
+Held = tuple[Any, Any]  # (module, class or container, what is in it)
+
 _CONTAINERS = (dict, list, set, deque)
 _MISSING = object()
 
@@ -32,28 +35,30 @@ class Globals:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.packages = frozenset(name.partition(".")[0] for name in names)
-        self.roots: list[Any] = list(_imported(names))
-        self.held: list[tuple[Any, Any]] = []  # (module, class or container, what is in it)
-        self.copies: list[Globals] = [self]  # those of all ranks and of the caller
-        self.save()
-        # a container that a rank gives up for another one may still be known elsewhere
-        self.roots += [owner for owner, _ in self.held]
+        self.first = self._walk(_imported(names))  # what a rank begins with
+        self.held = list(self.first)
+        self.copies = [self]  # those of all ranks and of the caller
 
     def copy(self) -> Globals:
         """What a rank begins with, as a forked process does."""
-        made = Globals(())
-        made.names, made.packages, made.copies = self.names, self.packages, self.copies
-        made.roots, made.held = list(self.roots), list(self.held)
+        made = copy.copy(self)
+        made.first, made.held = list(self.first), list(self.held)
         self.copies.append(made)
         return made
 
     def save(self) -> None:
         """Keep what is there now."""
-        self.held = self._walk(self.roots) if self.roots else []
+        if self.first:  # also containers that the rank has given up: others may know them
+            self.held = self._walk(owner for owner, _ in self.first)
 
     def restore(self) -> None:
         """Put it back."""
         for owner, contents in self.held:
+            _put(owner, contents)
+
+    def begin_again(self) -> None:
+        """Put back what the rank began with."""
+        for owner, contents in self.first:
             _put(owner, contents)
 
     @contextmanager
@@ -66,8 +71,8 @@ class Globals:
         def add(module: ModuleType) -> None:
             held = self._walk([module])
             for each in self.copies:
-                each.held = each.held + held
-                each.roots += [owner for owner, _ in held]
+                each.held += held
+                each.first += held
 
         finder = _Finder(self.names, add)
         sys.meta_path.insert(0, finder)
@@ -85,10 +90,11 @@ class Globals:
             finally:
                 self.restore()
 
-    def _walk(self, roots: Iterable[Any]) -> list[tuple[Any, Any]]:
+    def _walk(self, roots: Iterable[Any]) -> list[Held]:
         """All that can be reached over containers, classes of the modules, and objects of classes
         of their packages."""
-        found, seen, todo = [], set(), list(roots)
+        found: list[Held] = []
+        seen, todo = set(), list(roots)
         while todo:
             x = todo.pop()
             if id(x) in seen:
