@@ -191,7 +191,8 @@ def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: Exact) 
     for name, x in held.parameters.items():
         local = _torch.local_of(x).detach()
         if local.dtype != torch.float64:
-            raise Refused(f"{name} is of {local.dtype}: make it in build(), not outside")
+            hint = "make it in build(); one that is loaded there: model.double()"
+            raise Refused(f"{name} is of {local.dtype}: {hint}")
         local.copy_(algebra.draw(name, layout.sizes[name])[layout.index[rank][name]])
         mode.parameters[local.data_ptr()] = name
 
