@@ -50,16 +50,10 @@ class Survey:
 class Program:
     """A build on a mesh, run as often as there are trials, always from the same random state."""
 
-    def __init__(
-        self,
-        build: Build,
-        mesh: Mesh,
-        allow: frozenset[str],
-        label: str,
-        isolate: Sequence[str] | None = None,
-    ) -> None:
+    isolate: Sequence[str] | None = None  # modules whose globals each rank has for itself
+
+    def __init__(self, build: Build, mesh: Mesh, allow: frozenset[str], label: str) -> None:
         self.build, self.mesh, self.allow, self.label = build, mesh, allow, label
-        self.isolate = isolate
         self.state = torch.get_rng_state()
         self.surveys: list[Survey] = []
 

@@ -77,10 +77,10 @@ def prove(
         raise BadMesh(what=f"{size} simulated ranks", hint=hint)
     if trials < 1:
         raise BadOption(op="prove", arg="trials", value=trials, known="1, 2, ...")
-    names = isolated(isolate, "prove")
-    parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program", names)
+    parallel = Program(build, Mesh(axes), frozenset(allow), "the parallel program")
     ones = Mesh(dict.fromkeys(axes, 1))
-    alone = Program(single or build, ones, frozenset(allow), "the program of one device", names)
+    alone = Program(single or build, ones, frozenset(allow), "the program of one device")
+    parallel.isolate = alone.isolate = isolated(isolate, "prove")
     proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))
     try:
         return proof.verdict(trials)
