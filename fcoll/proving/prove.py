@@ -20,6 +20,7 @@ from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.program import Build, Observed, Program, Survey
 from fcoll.proving.ring import Ring
+from fcoll.proving.shared_state import watch_modules
 from fcoll.proving.verdict import Difference, Verdict
 from fcoll.simulation.rank_settings import isolated
 
@@ -82,10 +83,12 @@ def prove(
     alone = Program(single or build, ones, frozenset(allow), "the program of one device")
     parallel.isolate = alone.isolate = isolated(isolate, "prove")
     proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))
+    with_hint = watch_modules()
     try:
-        return proof.verdict(trials)
+        return with_hint(proof.verdict(trials))
     except Refused as refused:
-        return Verdict(None, 1.0, len(proof.trials), proof.compared, why=str(refused))
+        verdict = Verdict(None, 1.0, len(proof.trials), proof.compared, why=str(refused))
+        return with_hint(verdict)
 
 
 @dataclass

@@ -20,6 +20,9 @@ from typing import Any
 KNOWN = (
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel.random",
+    "megatron.core.num_microbatches_calculator",
+    "megatron.core.rerun_state_machine",
+    "megatron.training.global_vars",  # of Megatron-LM's own scripts
     "accelerate.state",
 )
 
@@ -61,6 +64,10 @@ class Globals:
         for owner, contents in self.first:
             _put(owner, contents)
 
+    def is_changed(self) -> bool:
+        """Is something else there than what was there first?"""
+        return any(not _same(_contents(owner), contents) for owner, contents in self.first)
+
     @contextmanager
     def following_imports(self) -> Iterator[None]:
         """Inside, a module that a rank imports is for all others what it was when imported."""
@@ -101,25 +108,36 @@ class Globals:
                 continue
             seen.add(id(x))
             if isinstance(x, (ModuleType, type)):
-                if isinstance(x, type) and not _covers(self.names, x.__module__):
+                if isinstance(x, type) and not _covers(self.names, _module_of(x)):
                     continue
-                contents: Any = _attributes(x)
-            elif isinstance(x, _CONTAINERS):
-                contents = dict(x) if isinstance(x, dict) else list(x)
-            else:
+            elif not isinstance(x, _CONTAINERS):
                 if isinstance(x, tuple):
                     todo.extend(x)
                 elif self._is_state(x):
                     todo.append(vars(x))
                 continue
+            contents = _contents(x)
             found.append((x, contents))
             todo.extend(contents.values() if isinstance(contents, dict) else contents)
         return found
 
     def _is_state(self, x: Any) -> bool:
         kind = type(x)
-        of_package = kind.__module__.partition(".")[0] in self.packages
+        of_package = _module_of(kind).partition(".")[0] in self.packages
         return (of_package or kind is SimpleNamespace) and hasattr(x, "__dict__")
+
+
+def _contents(owner: Any) -> Any:
+    if isinstance(owner, _CONTAINERS):
+        return dict(owner) if isinstance(owner, dict) else list(owner)
+    return _attributes(owner)
+
+
+def _same(now: Any, then: Any) -> bool:
+    """The same objects, by the same names."""
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(now[name] is x for name, x in then.items())
+    return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -146,6 +164,11 @@ def _put(owner: Any, contents: Any) -> None:
     for name, value in contents.items():
         if now.get(name, _MISSING) is not value:
             kind.__setattr__(owner, name, value)
+
+
+def _module_of(kind: type) -> str:
+    """Where a class is from; some have a descriptor of that name."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
 
 
 def _covers(names: tuple[str, ...], module: str) -> bool:

@@ -249,6 +249,34 @@ def test_check_and_prove(library):
     assert sys.modules[library].RANK is None
     refused = fcoll.prove(build, {"tp": 2}, isolate=())
     assert refused.equal is None and "AssertionError" in refused.why
+    assert refused.why.endswith('for each its own: isolate=["kept_rank.state"]')
+
+
+def test_a_false_alarm_by_shared_globals_names_them(library):
+    """The second rank overwrites the first one's number: the program is right, where it has its
+    own."""
+    module = importlib.import_module(library)
+
+    def offsets(mesh):
+        module.RANK = mesh.get_rank()
+        weight = torch.nn.Parameter(torch.randn(8).chunk(mesh.size())[module.RANK].clone())
+
+        def step(x):
+            mine = x.chunk(mesh.size())[module.RANK]
+            return fcoll.all_reduce((mine * weight).sum(), "sum", mesh["tp"], grad="identity")
+
+        return step, (torch.randn(8),)
+
+    wrong = fcoll.prove(offsets, {"tp": 2})
+    assert wrong.equal is False and 'isolate=["kept_rank.state"]' in str(wrong)
+    assert fcoll.prove(offsets, {"tp": 2}, isolate=[library]).equal
+    refuted = fcoll.prove(offsets, {"tp": 2}, isolate=[library], single=twice)
+    assert refuted.equal is False and "isolate" not in str(refuted)
+
+
+def twice(mesh):
+    weight = torch.nn.Parameter(torch.randn(8))
+    return lambda x: 2 * (x * weight).sum(), (torch.randn(8),)
 
 
 def test_containers_keep_their_kind():
