@@ -5,6 +5,7 @@ so that the scale before it gets a part of its gradient on each rank. All calls 
 hangs, the loss is right. fcoll.prove runs the step in exact arithmetic and says what is missing.
 
 python examples/15_prove.py
+fcoll prove examples/15_prove.py:broken --mesh dp=2,tp=2 --html verdict.html
 """
 
 import torch

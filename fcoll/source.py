@@ -56,6 +56,11 @@ def is_library(filename: str) -> bool:
     return len(filename) > 55 and _GENERATED.search(filename) is not None
 
 
+def is_installed(filename: str) -> bool:
+    """Is this a file of a package that was installed?"""
+    return _INSTALLED.match(filename) is not None
+
+
 def is_pythons(filename: str) -> bool:
     """Is this a file of Python's own library?"""
     return filename.startswith((_PYTHONS, "<frozen ")) and not _INSTALLED.match(filename)

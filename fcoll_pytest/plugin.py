@@ -9,12 +9,16 @@
     def test_rows(fcoll_world):
         assert fcoll_world(3).run(lambda rank: dist.get_rank()) == [0, 1, 2]
 
+    def test_step(fcoll_prove):            # fails unless it is one device's function, exactly
+        fcoll_prove(build, mesh={"dp": 2, "tp": 2})
+
 What other fixtures give is made once and shared by the ranks; ``fcoll_rank`` is each rank's number.
 Keyword arguments of both are those of ``fcoll.simulate_ranks``.
 
     @pytest.mark.ranks(2, processes=True)  # real processes, in seconds; also timeout= and backend=
 
-is for code that keeps a rank once for a process. There each rank makes the fixtures for itself.
+is for code that keeps a rank once for a process, which ``isolate=["its.module"]`` does not reach.
+There each rank makes the fixtures for itself.
 """
 
 from __future__ import annotations
@@ -75,6 +79,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def fcoll_world() -> Callable[..., World]:
     """``fcoll_world(4).run(fn)`` -> the result of ``fn(rank)`` on each of 4 simulated ranks."""
     return World
+
+
+@pytest.fixture
+def fcoll_prove() -> Callable[..., Any]:
+    """``fcoll_prove(build, mesh={"tp": 2})`` is ``fcoll.prove(...)``; the test fails with the
+    verdict's text unless it is proved."""
+
+    def prove(build: Callable[..., Any], mesh: Any, **options: Any) -> Any:
+        import fcoll
+
+        verdict = fcoll.prove(build, mesh, **options)
+        if not verdict:
+            pytest.fail(str(verdict), pytrace=False)
+        return verdict
+
+    return prove
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from fcoll.checking.simulated_run import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe, why_none, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
+from fcoll.simulation.rank_settings import isolated
 from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.peers import Board
 from fcoll.tracing.trace import Mode, Trace
@@ -108,6 +109,7 @@ def check(
     ranks: Iterable[int] | str | None = None,
     values: bool = False,
     given: Mapping[str, int] | None = None,
+    isolate: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> Checked:
     """Prove that a program's collectives match on all ranks, or raise CollectiveMismatch.
@@ -126,7 +128,8 @@ def check(
     ``values=True`` then runs the program on simulated ranks, up to 64, all of them, with the real
     small tensors that ``build`` makes: forward and, as in the trace, backward. What a rank raises
     is raised as ``RankFailed``, ranks that wait for one another as ``Deadlock``; results and
-    gradients that are not finite are findings.
+    gradients that are not finite are findings. ``isolate``: modules whose globals each rank has for
+    itself, as in ``fcoll.simulate_ranks``.
 
     >>> def build(mesh):
     ...     return lambda x: fcoll.all_reduce(x, "sum", mesh), (torch.ones(mesh.get_rank() + 1),)
@@ -139,10 +142,10 @@ def check(
     tell = progress or (lambda done, of: None)
     if values:
         check_size(axes)
-    board = Board(build, axes, mode, given or {})
+    board = Board(build, axes, mode, given or {}, isolate=isolated(isolate, "check"))
     ways, decided = _all_ways(board, lambda: _proved(board, ranks, size, tell))
     most = max(ways, key=lambda way: way.calls)
-    ran = run_on_ranks(build, axes, board.mode, progress) if values else Ran()
+    ran = run_on_ranks(build, axes, board.mode, isolate, progress) if values else Ran()
     shown = set(map(str, most.findings))
     others = {str(f): f for way in ways for f in way.findings if str(f) not in shown}
     findings = *most.findings, *others.values()

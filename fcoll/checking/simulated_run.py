@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -50,6 +50,7 @@ def run_on_ranks(
     build: Callable[..., Any],
     axes: dict[str, int],
     mode: str = "joint",
+    isolate: Iterable[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ran:
     """Build and run the program on every rank of the mesh. What a rank raises is raised."""
@@ -67,7 +68,7 @@ def run_on_ranks(
 
     try:
         with _torch.around_backward(program.runs_backward):
-            results = simulate_ranks(run, size)
+            results = simulate_ranks(run, size, isolate=isolate)
     except RankFailed as error:
         if isinstance(error.__cause__, NoValues):
             raise error.__cause__ from None  # it could not be run: nothing was found

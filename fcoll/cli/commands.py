@@ -110,40 +110,52 @@ def _check(args: argparse.Namespace) -> int:
                 ranks=args.ranks,
                 values=args.values,
                 given=args.sizes,
+                isolate=args.isolate,
                 progress=done,
             )
     except (CollectiveMismatch, RankFailed) as mismatch:
         text = str(mismatch)
         _print(args, {"ok": False, "error": text}, lambda: text)
         return FOUND
-    _print(args, result.to_dict(), lambda: str(result))
-    return FINE if result.ok else FOUND
+    found, shown, code = result.to_dict(), str(result), FINE if result.ok else FOUND
+    if args.prove and result.ok:
+        code, found["prove"], text = _proved(args, build)
+        shown = f"{shown}\n{text}"
+    _print(args, found, lambda: shown)
+    return code
 
 
 def _prove(args: argparse.Namespace) -> int:
-    from fcoll.proving.prove import prove
-
     if not args.mesh:
         raise BadMesh(what="no axes", hint="Say of how many ranks: --mesh dp=2,tp=2.")
     build = _build_of(args)
     with redirect_stdout(sys.stderr):
         single = programs.load(args.single) if args.single else None
     allow = ("rng",) if args.allow_rng else ()
+    code, found, text = _proved(args, build, single=single, trials=args.trials, allow=allow)
+    _print(args, found, lambda: text)
+    return code
+
+
+def _proved(
+    args: argparse.Namespace, build: programs.Build, **options: Any
+) -> tuple[int, Any, str]:
+    """The exit code, the verdict for programs and for people; its files are written."""
+    from fcoll.proving.prove import prove
+    from fcoll.report import proof_page
+
+    what = "running in exact arithmetic"
     try:
-        with (
-            progress("running in exact arithmetic", args.quiet) as tell,
-            redirect_stdout(sys.stderr),
-        ):
+        with progress(what, args.quiet) as tell, redirect_stdout(sys.stderr):
             done = now_and_then(tell)
-            verdict = prove(
-                build, args.mesh, single=single, trials=args.trials, allow=allow, progress=done
-            )
+            verdict = prove(build, args.mesh, isolate=args.isolate, progress=done, **options)
     except (CollectiveMismatch, RankFailed) as mismatch:
-        text = str(mismatch)
-        _print(args, {"equal": False, "error": text}, lambda: text)
-        return FOUND
-    _print(args, verdict.to_dict(), lambda: str(verdict))
-    return {True: FINE, False: FOUND, None: FAILED}[verdict.equal]
+        return FOUND, {"equal": False, "error": str(mismatch)}, str(mismatch)
+    title = f"{_title(args)}, {', '.join(f'{axis}={n}' for axis, n in args.mesh.items())}"
+    for option in ("html", "svg"):
+        _write(getattr(args, option, None), partial(getattr(proof_page, option), verdict, title))
+    code = {True: FINE, False: FOUND, None: FAILED}[verdict.equal]
+    return code, verdict.to_dict(), str(verdict)
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -63,6 +63,14 @@ def _mesh(text: str) -> dict[str, int]:
     return mesh
 
 
+def _modules(text: str) -> tuple[str, ...]:
+    """
+    >>> _modules("megatron.core.parallel_state,train"), _modules("")
+    (('megatron.core.parallel_state', 'train'), ())
+    """
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 def _sizes(text: str) -> dict[str, int]:
     """
     >>> _sizes("u0=64,moe.py:31=128")
@@ -137,6 +145,8 @@ class _Demo(argparse.Action):
         namespace.demo = values
 
 
+_ISOLATE = "modules whose globals each rank has for itself (Megatron's, accelerate's always)"
+
 _EXAMPLES = {
     "report": """
 examples:
@@ -153,11 +163,14 @@ examples:
   fcoll check --demo llama3-8b --mesh dp=128,tp=8
   fcoll check train.py:build --mesh pp=4,dp=2         # exit code 1 and the two lines if not
   fcoll check train.py:build --mesh dp=2,tp=2 --values  # and run it, small, on simulated ranks
+  fcoll check train.py:build --mesh dp=2,tp=2 --prove   # and prove it equal to one device
 """,
     "prove": """
 examples:
   fcoll prove train.py:build --mesh dp=2,tp=2         # build makes small real tensors, on the CPU
   fcoll prove train.py:build --mesh tp=4 --single plain.py:build
+  fcoll prove train.py:build --mesh tp=2 --isolate mylib.state    # its globals are a rank's own
+  fcoll prove train.py:build --mesh tp=2 --html verdict.html
 
 exit codes: 0 proved; 1 it differs, and where; 2 it could not be told, and why not
 """,
@@ -242,6 +255,9 @@ def _check(command: argparse.ArgumentParser) -> None:
     _program(command)
     values = "then run it on simulated ranks (up to 64): build must make small real tensors"
     command.add_argument("--values", action="store_true", help=values)
+    also = "then prove that it computes what one device does, as `fcoll prove`"
+    command.add_argument("--prove", action="store_true", help=also)
+    command.add_argument("--isolate", type=_modules, metavar="NAMES", help=_ISOLATE)
     which = "trace all ranks or these, 0,13,64-71 (default: one of each kind)"
     command.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=which)
 
@@ -255,6 +271,9 @@ def _prove(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trials", type=int, default=3, metavar="N", help=trials)
     rng = "take random numbers of the step as they are drawn"
     command.add_argument("--allow-rng", action="store_true", help=rng)
+    command.add_argument("--isolate", type=_modules, metavar="NAMES", help=_ISOLATE)
+    command.add_argument("--html", metavar="FILE", help="write a page: what differs, with lines")
+    command.add_argument("--svg", metavar="FILE", help="write a picture")
     command.set_defaults(demo=None)
 
 

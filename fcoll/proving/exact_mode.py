@@ -17,6 +17,7 @@ from fcoll.proving.optimizer_rules import FUSED
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_META = torch.device("meta")  # sizes without elements
 
 
 class Refused(Exception):
@@ -55,10 +56,13 @@ class Wide(_torch.TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
+        name = _torch.name_of(func)[1]
+        if name == "view" and isinstance(args[1], torch.dtype):  # bytes of a file, as floats
+            out = func(*args)
+            return out.to(torch.float64) if out.is_floating_point() else out
         kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
         args = tuple(map(_wide, args))
         out = func(*args, **kwargs)
-        name = _torch.name_of(func)[1]
         if name == "lift_fresh" and out.is_floating_point():
             out = out.to(torch.float64)
         # zeros are residues: what lies between a bucket's gradients takes part in its reduction
@@ -83,7 +87,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = kwargs or {}
         floats = [x for x in (*_each(args), *_each(kwargs.values())) if _is_float(x)]
-        if any(x.is_meta for x in floats):
+        if any(x.is_meta for x in floats) or kwargs.get("device") == _META:
             return func(*args, **kwargs)
         if self.parameters:
             self._note_use(floats)

@@ -73,6 +73,8 @@ Plan = Generator[Turn, Any, None]  # is sent list[Observed]
 class Program:
     """A build on a mesh, run as often as there are trials, always from the same random state."""
 
+    isolate: Sequence[str] | None = None  # modules whose globals each rank has for itself
+
     def __init__(
         self,
         build: Build,
@@ -157,6 +159,8 @@ class Program:
 
     def _built(self, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.set_rng_state(self.state)
+        if (me := this_rank()) is not None:  # libraries are set up anew in each build
+            me.settings.modules.begin_again()
         with Wide():
             fn, args = self.build(mesh)
             return fn, cut_along(fn, tuple(args), self.data, mesh)
@@ -172,7 +176,8 @@ class Program:
             stack.enter_context(_no_escapes())
             stack.enter_context(_torch.as_on_devices())
             try:
-                return simulate_ranks(fn, self.mesh.size, arithmetic=Folding())
+                arithmetic, isolate = Folding(), self.isolate
+                return simulate_ranks(fn, self.mesh.size, isolate=isolate, arithmetic=arithmetic)
             except RankFailed as error:
                 if (meant := self._meant(error)) is None:
                     raise
@@ -228,7 +233,8 @@ def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: Exact) 
     for name, x in held.parameters.items():
         local = _torch.local_of(x).detach()
         if local.dtype != torch.float64:
-            raise Refused(f"{name} is of {local.dtype}: make it in build(), not outside")
+            hint = "make it in build(); one that is loaded there: model.double()"
+            raise Refused(f"{name} is of {local.dtype}: {hint}")
         local.copy_(algebra.draw(name, layout.sizes[name])[layout.index[rank][name]])
         mode.parameters[local.data_ptr()] = name
 

@@ -22,7 +22,9 @@ from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, 
 from fcoll.proving.module_outputs import cuttable, without_cuts
 from fcoll.proving.program import Build, Cuts, Observed, Plan, Program, Survey
 from fcoll.proving.ring import Ring
+from fcoll.proving.shared_state import watch_modules
 from fcoll.proving.verdict import Difference, Verdict
+from fcoll.simulation.rank_settings import isolated
 
 MOST_RANKS = 64  # threads, each with a model of its own
 WEAK = 0.01  # a trial with a larger bound is worth another run, with cuts
@@ -43,6 +45,7 @@ def prove(
     rename: Mapping[str, str] | None = None,
     data: Data | None = None,
     seed: int = 0,
+    isolate: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Is the step on this mesh the function that it is on one device? Loss, every gradient and
@@ -60,7 +63,8 @@ def prove(
 
     What could not be told has ``equal`` None and says why: an op without a rule, a value that
     leaves the tensors, random numbers (unless ``allow={"rng"}``). Calls that do not match raise, as
-    in ``fcoll.check``.
+    in ``fcoll.check``. ``isolate``: modules whose globals each rank has for itself, as in
+    ``fcoll.simulate_ranks``.
 
     >>> def build(mesh):
     ...     w = torch.nn.Parameter(torch.randn(4))
@@ -89,11 +93,14 @@ def prove(
     )
     ones = Mesh(dict.fromkeys(axes, 1))
     alone = Program(single or build, ones, frozenset(allow), "the program of one device")
+    parallel.isolate = alone.isolate = isolated(isolate, "prove")
     proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))
+    with_hint = watch_modules()
     try:
-        return proof.verdict(trials)
+        return with_hint(proof.verdict(trials))
     except Refused as refused:
-        return Verdict(None, 1.0, len(proof.trials), proof.compared, why=str(refused))
+        verdict = Verdict(None, 1.0, len(proof.trials), proof.compared, why=str(refused))
+        return with_hint(verdict)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ def explore(
     timeout: float | None = 300.0,
     faults: Sequence[Fault] = (),
     generators: bool = False,
+    isolate: Iterable[str] | None = None,
 ) -> Exploration:
     """Run ``fn`` on simulated ranks once for each way that things can come, and raise if one fails.
 
@@ -74,7 +75,7 @@ def explore(
         runs += 1
         try:
             session = Session(world_size, faults, choices)
-            results_of_run = run(session, fn, timeout, generators=generators)
+            results_of_run = run(session, fn, timeout, generators=generators, isolate=isolate)
             results[tuple(choices.taken)] = results_of_run
         except Exception as error:
             taken = tuple(choices.taken)

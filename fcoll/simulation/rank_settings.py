@@ -5,15 +5,19 @@ Threads have a grad mode, autocast, default device and stacks of modes of their 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fcoll.errors import BadOption
+from fcoll.ranks.isolation import KNOWN, Globals
 from fcoll.ranks.patches import RANK_VARIABLES
 from fcoll.simulation import _torch
 
@@ -27,17 +31,20 @@ class Settings:
     filters: list[Any]  # of warnings
     show_warning: Any
     env: dict[str, str | None]
+    modules: Globals  # of isolated modules
     others: tuple[Any, ...] | None  # the states of `random` and of numpy.random, if they are kept
 
     @classmethod
-    def now(cls, generators: bool = False) -> Settings:
-        """Those in force; ``generators``: also of ``random`` and numpy, which take 40 us a turn."""
+    def now(cls, generators: bool = False, isolate: tuple[str, ...] = ()) -> Settings:
+        """Those in force; ``generators``: also of ``random`` and numpy, which take 40 us a turn;
+        ``isolate``: also the globals of these modules."""
         return cls(
             torch.default_generator.get_state(),
             torch.get_default_dtype(),
             warnings.filters,  # type: ignore[arg-type]
             warnings.showwarning,
             {name: os.environ.get(name) for name in RANK_VARIABLES},
+            Globals(isolate),
             _other_generators() if generators else None,
         )
 
@@ -45,7 +52,8 @@ class Settings:
         """What a rank begins with: a copy of the caller's, as a forked process does."""
         env: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES, str(number))
         filters = list(self.filters)
-        return Settings(self.rng, self.dtype, filters, self.show_warning, env, self.others)
+        modules = self.modules.copy()
+        return Settings(self.rng, self.dtype, filters, self.show_warning, env, modules, self.others)
 
     def save(self) -> None:
         """Keep what is in force now."""
@@ -54,6 +62,7 @@ class Settings:
         self.filters = warnings.filters  # type: ignore[assignment]
         self.show_warning = warnings.showwarning
         self.env = {name: os.environ.get(name) for name in self.env}
+        self.modules.save()
         if self.others is not None:
             self.others = _other_generators()
 
@@ -71,10 +80,35 @@ class Settings:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        self.modules.restore()
         if self.others is not None:
             random.setstate(self.others[0])
             if self.others[1] is not None:
                 _numpy().set_state(self.others[1])
+
+
+def isolated(isolate: Iterable[str] | None, op: str = "simulate_ranks") -> tuple[str, ...]:
+    """The modules that ``isolate=`` means: those of known libraries and the given ones; an empty
+    one means none.
+
+    >>> isolated(()), isolated(["random"])[-1], isolated(None) == KNOWN
+    ((), 'random', True)
+    """
+    if isolate is None:
+        return KNOWN
+    given = (isolate,) if isinstance(isolate, str) else tuple(isolate)
+    for name in given:
+        if name not in KNOWN and not _is_module(name):
+            known = "the modules that can be imported, by name"
+            raise BadOption(op=op, arg="isolate", value=name, known=known)
+    return given and tuple(dict.fromkeys((*KNOWN, *given)))
+
+
+def _is_module(name: Any) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return False
 
 
 def _numpy() -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fcoll.errors import BadOption, NotOnSimulatedRanks
@@ -277,6 +278,11 @@ def _split_group(
     return pg
 
 
+def _current_device(original: Any) -> Any:
+    """Simulated ranks compute on the CPU: code for GPUs (Megatron's) makes its buffers there."""
+    return original() if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _backend_of_mesh(original: Any, *args: Any, **kwargs: Any) -> str:
     """DeviceMesh tells meshes of threads apart by the name of torch's own threaded backend."""
     return (
@@ -320,6 +326,7 @@ def _apply(patches: Patches) -> None:
         (_torch.device_mesh, "get_backend", _backend_of_mesh),
         (_torch.c10d_logger, "_get_msg_dict", _log_entry),
         (_torch.Future, "wait", wait_for_future),
+        (torch.cuda, "current_device", _current_device),
     ):
         patches.wrap(module, name, where(this_rank, of_ranks))
     for name in ("TCPStore", "FileStore", "HashStore"):

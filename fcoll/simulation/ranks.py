@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fcoll.ranks.patches import torchrun_variables
 from fcoll.simulation import _torch, rank_worlds
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault
-from fcoll.simulation.rank_settings import Settings
+from fcoll.simulation.rank_settings import Settings, isolated
 from fcoll.simulation.reports import never_waited_for
 from fcoll.simulation.schedules import Choices, Schedule
 from fcoll.simulation.session import RankKilled, Session
@@ -39,6 +39,7 @@ def simulate_ranks(
     backend: str = "gloo",
     num_threads: int = 1,
     generators: bool = False,
+    isolate: Iterable[str] | None = None,
     arithmetic: Any = None,
 ) -> list[Any]:
     """``[fn(0), fn(1), ...]``, each on a simulated rank of a world of this size.
@@ -63,9 +64,11 @@ def simulate_ranks(
 
     A rank begins with the caller's default dtype, warning filters and state of torch's generator,
     and has its own from then on; with ``generators=True`` also of ``random`` and numpy's (40 us a
-    turn). What else a process has for itself, threads share: modules' globals, other flags of
-    torch, tensors and modules made outside ``fn``. Collectives in threads that a rank starts are
-    not served.
+    turn). ``isolate``: modules whose globals and class attributes each rank has for itself, too,
+    by name, with those below them: ``isolate=["mylib.state"]``. State of Megatron's and
+    accelerate's is isolated without a word; ``isolate=()`` isolates nothing. What else a process
+    has for itself, threads share: other modules' globals, other flags of torch, tensors and modules
+    made outside ``fn``. Collectives in threads that a rank starts are not served.
 
     ``timeout``: seconds for all of it. Threads cannot be killed: the rank that computes is ended at
     its next line of Python; one that is inside a call of C++ is left behind, and named.
@@ -80,7 +83,7 @@ def simulate_ranks(
     choices = None if schedule is None else Choices(tuple(schedule))
     session = Session(world_size, faults, choices)
     session.arithmetic = arithmetic or session.arithmetic
-    return run(session, fn, timeout, backend, num_threads, generators)
+    return run(session, fn, timeout, backend, num_threads, generators, isolate)
 
 
 def run(
@@ -90,12 +93,14 @@ def run(
     backend: str = "gloo",
     num_threads: int = 1,
     generators: bool = False,
+    isolate: Iterable[str] | None = None,
 ) -> list[Any]:
     """Run a session's ranks to their end."""
     results: list[Any] = [None] * session.n
-    caller, threads = Settings.now(generators), torch.get_num_threads()
+    caller, threads = Settings.now(generators, isolated(isolate)), torch.get_num_threads()
     unwaited = async_tensor.unwaited()
-    with rank_worlds.in_force, torchrun_variables(session.n):
+    following = caller.modules.following_imports()
+    with rank_worlds.in_force, torchrun_variables(session.n), following:
         try:
             for number in range(session.n):
                 rank = Rank(number, session.baton, caller.for_rank(number), session)

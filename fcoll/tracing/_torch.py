@@ -68,6 +68,21 @@ def around_new_groups(note: Callable[[Sequence[int], bool], None]) -> Iterator[N
 
 
 @contextmanager
+def all_groups_fake() -> Iterator[None]:
+    """Inside, a group communicates nothing, also one that names another backend: "gloo" beside the
+    world's, as Megatron makes them."""
+    make = c10d._new_process_group_helper
+
+    def fake(
+        n: int, rank: int, ranks: Sequence[int], backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return make(n, rank, ranks, c10d.Backend("fake"), *args, **kwargs)
+
+    with replaced(c10d, {"_new_process_group_helper": fake}):
+        yield
+
+
+@contextmanager
 def functions_replaced(functions: dict[str, Any]) -> Iterator[None]:
     """Inside, torch has these functions.
 

@@ -8,14 +8,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import fake_mesh, fresh_world
 from fcoll.errors import BadMesh, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
-from fcoll.ranks.patches import torchrun_variables
+from fcoll.ranks.patches import patched, torchrun_variables
 from fcoll.tracing import ddp
-from fcoll.tracing._torch import around_axes, around_new_groups
+from fcoll.tracing._torch import all_groups_fake, around_axes, around_new_groups
 from fcoll.tracing.values import user_line
 
 _active: list[fake_world] = []
@@ -50,6 +51,10 @@ class fake_world:
             raise NotOnSimulatedRanks(what="fcoll.fake_world", hint=hint)
         with ExitStack() as stack:
             stack.enter_context(fresh_world())
+            stack.enter_context(all_groups_fake())
+            if not torch.cuda.is_available():  # Megatron's layers make buffers there
+                names = {"current_device": lambda: torch.device(self.device)}
+                stack.enter_context(patched("a fake world", torch.cuda, names))
             stack.enter_context(ddp.made())
             stack.enter_context(torchrun_variables(self.size, self.rank))
             mesh = self._mesh()

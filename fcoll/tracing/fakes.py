@@ -50,6 +50,10 @@ def reachable(*roots: Any) -> Found:
         if isinstance(x, torch.nn.Module):
             _add_module(found, x)
         elif isinstance(x, torch.optim.Optimizer):
+            inner = vars(x).get("optimizer")
+            if isinstance(inner, torch.optim.Optimizer):  # accelerate's passes all on to it
+                todo.append((None, None, inner))
+                continue
             found.optimizers.append(x)
         elif is_of_pipeline(x):
             found.pipelines.append(x)

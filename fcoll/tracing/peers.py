@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fcoll.errors import Deadlock, UnmatchedTransfer, ran
+from fcoll.ranks.isolation import KNOWN, Globals
 from fcoll.tracing import singletons
 from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.fake_world import fake_world, new_groups_noted
@@ -35,6 +36,7 @@ class Board:
     sizes: Mapping[str, int] = field(default_factory=dict)  # by symbol or line
     published: dict[Key, Any] = field(default_factory=dict)
     agreed: Mapping[str, bool] = field(default_factory=dict)  # decisions by values all ranks share
+    isolate: tuple[str, ...] = KNOWN  # modules whose globals each rank has for itself
 
     @contextmanager
     def traced(self, rank: int, alike: Alike | None = None) -> Iterator[Trace]:
@@ -53,6 +55,7 @@ class Board:
         self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
         world.enter_context(singletons.as_before())
+        world.enter_context(Globals(self.isolate).put_back())
         with exchanging(PeerValues(self.published, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with answering_for(alike) if alike is not None else nullcontext():

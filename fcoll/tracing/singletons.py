@@ -21,10 +21,12 @@ def hint() -> str:
     if not found:
         return ""
     shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    module = found[0].rpartition(".")[0]
     return (
         f"{shown}: one for the whole process, and it holds a rank or the number of ranks. "
-        "Simulated ranks are threads and share it; if that is the cause, run the test on real "
-        "processes: @pytest.mark.ranks(n, processes=True)."
+        "Simulated ranks are threads and share it; if that is the cause, let each have its own, "
+        f'@pytest.mark.ranks(n, isolate=["{module}"]), or run the test on real processes: '
+        "@pytest.mark.ranks(n, processes=True)."
     )
 
 

@@ -71,6 +71,27 @@ def test_no_number():
 
 def test_no_marker(fcoll_rank):
     pass
+
+def program(mesh, summed):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4))
+    def step(x):
+        loss = (x * weight).sum()
+        loss.backward()
+        if summed:
+            dist.all_reduce(weight.grad)
+        return fcoll.all_reduce(loss.detach())
+    return step, (torch.randn(4, 4).chunk(mesh.size())[mesh.get_rank()],)
+
+def test_proved(fcoll_prove):
+    verdict = fcoll_prove(lambda mesh: program(mesh, summed=True), mesh={"dp": 2}, trials=1)
+    assert verdict.compared["gradients"] == 1
+
+def test_not_proved(fcoll_prove):
+    fcoll_prove(lambda mesh: program(mesh, summed=False), mesh={"dp": 2})
+
+def test_could_not_be_told(fcoll_prove):
+    fcoll_prove(lambda mesh: (lambda: torch.rand(2).sum(), ()), mesh={"dp": 2})
 """
 
 
@@ -85,11 +106,12 @@ def run(tmp_path, *options):
 
 def test_tests_on_simulated_ranks(tmp_path):
     out = run(tmp_path, "-q", "-rfEs", "--strict-markers", "-W", "error")
-    assert "4 failed, 6 passed, 1 skipped, 1 error" in out, out
+    assert "6 failed, 7 passed, 1 skipped, 1 error" in out, out
     assert "rank 2: AssertionError: assert 2 < 2, at test_theirs.py:" in out
     assert "rank 1: AssertionError: assert 1 == 0, at test_theirs.py:" in out
     assert "rank 0 waits in recv(1 float32) from rank 1" in out
     assert "use @pytest.mark.ranks(n), with one number of ranks" in out
+    assert 'an all-reduce over "dp" is missing' in out and "could not tell: " in out
     assert "fcoll_rank is for tests with @pytest.mark.ranks(n)" in out
 
 

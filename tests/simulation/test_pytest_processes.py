@@ -61,6 +61,12 @@ def test_skips():
 def test_options():
     pass
 
+@pytest.mark.ranks(2, isolate=["their_state"])
+def test_on_threads_with_a_state_each(fcoll_rank):
+    assert State().process_index == fcoll_rank
+    dist.barrier()
+    assert State().process_index == fcoll_rank
+
 @pytest.mark.ranks(2)
 def test_on_threads(fcoll_rank):
     assert State().process_index == fcoll_rank
@@ -75,9 +81,10 @@ def test_real_processes_and_the_hint(tmp_path):
     out = subprocess.run(
         command, capture_output=True, text=True, timeout=150, cwd=tmp_path, env=ENV
     ).stdout
-    assert "4 failed, 1 passed, 1 skipped" in out and "not today" in out, out
+    assert "4 failed, 2 passed, 1 skipped" in out and "not today" in out, out
     assert "rank 0: " in out and "assert (0 + 1) == 2" in out
     assert "rank 0 ended with code 3; it printed:" in out and "last words" in out
     assert "faults: of simulated ranks, not of processes=True" in out
     assert "their_state.State: one for the whole process" in out
     assert out.count("@pytest.mark.ranks(n, processes=True)") == 1
+    assert out.count('@pytest.mark.ranks(n, isolate=["their_state"])') == 1

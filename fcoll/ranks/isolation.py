@@ -1,0 +1,208 @@
+"""Globals of modules that each rank has for itself, where ranks share a process.
+
+Libraries keep a rank's groups and numbers in globals of a module (Megatron's parallel_state) or on
+a class (accelerate's PartialState). Exactly one rank runs at a time: what the modules hold is kept
+when a rank stops and put back when it goes on. Containers stay the same objects, since others may
+have imported them by name; what is in them changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+#: Modules of libraries that keep a rank's state.
+KNOWN = (
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.num_microbatches_calculator",
+    "megatron.core.rerun_state_machine",
+    "megatron.training.global_vars",  # of Megatron-LM's own scripts
+    "accelerate.state",
+)
+
+Held = tuple[Any, Any]  # (module, class or container, what is in it)
+
+_CONTAINERS = (dict, list, set, deque)
+_MISSING = object()
+
+
+class Globals:
+    """What the modules of these names, and those below them, hold for one rank."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.packages = frozenset(name.partition(".")[0] for name in names)
+        self.first = self._walk(_imported(names))  # what a rank begins with
+        self.held = list(self.first)
+        self.copies = [self]  # those of all ranks and of the caller
+
+    def copy(self) -> Globals:
+        """What a rank begins with, as a forked process does."""
+        made = copy.copy(self)
+        made.first, made.held = list(self.first), list(self.held)
+        self.copies.append(made)
+        return made
+
+    def save(self) -> None:
+        """Keep what is there now."""
+        if self.first:  # also containers that the rank has given up: others may know them
+            self.held = self._walk(owner for owner, _ in self.first)
+
+    def restore(self) -> None:
+        """Put it back."""
+        for owner, contents in self.held:
+            _put(owner, contents)
+
+    def begin_again(self) -> None:
+        """Put back what the rank began with."""
+        for owner, contents in self.first:
+            _put(owner, contents)
+
+    def is_changed(self) -> bool:
+        """Is something else there than what was there first?"""
+        return any(not _same(_contents(owner), contents) for owner, contents in self.first)
+
+    @contextmanager
+    def following_imports(self) -> Iterator[None]:
+        """Inside, a module that a rank imports is for all others what it was when imported."""
+        if not self.names:
+            yield
+            return
+
+        def add(module: ModuleType) -> None:
+            held = self._walk([module])
+            for each in self.copies:
+                each.held += held
+                each.first += held
+
+        finder = _Finder(self.names, add)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, one rank runs alone; afterwards all is what it was."""
+        with self.following_imports():
+            try:
+                yield
+            finally:
+                self.restore()
+
+    def _walk(self, roots: Iterable[Any]) -> list[Held]:
+        """All that can be reached over containers, classes of the modules, and objects of classes
+        of their packages."""
+        found: list[Held] = []
+        seen, todo = set(), list(roots)
+        while todo:
+            x = todo.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, (ModuleType, type)):
+                if isinstance(x, type) and not _covers(self.names, _module_of(x)):
+                    continue
+            elif not isinstance(x, _CONTAINERS):
+                if isinstance(x, tuple):
+                    todo.extend(x)
+                elif self._is_state(x):
+                    todo.append(vars(x))
+                continue
+            contents = _contents(x)
+            found.append((x, contents))
+            todo.extend(contents.values() if isinstance(contents, dict) else contents)
+        return found
+
+    def _is_state(self, x: Any) -> bool:
+        kind = type(x)
+        of_package = _module_of(kind).partition(".")[0] in self.packages
+        return (of_package or kind is SimpleNamespace) and hasattr(x, "__dict__")
+
+
+def _contents(owner: Any) -> Any:
+    if isinstance(owner, _CONTAINERS):
+        return dict(owner) if isinstance(owner, dict) else list(owner)
+    return _attributes(owner)
+
+
+def _same(now: Any, then: Any) -> bool:
+    """The same objects, by the same names."""
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(now[name] is x for name, x in then.items())
+    return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Of a module or class; submodules stay where they are imported, once for the process."""
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not ((name.startswith("__") and name.endswith("__")) or isinstance(value, ModuleType))
+    }
+
+
+def _put(owner: Any, contents: Any) -> None:
+    if isinstance(owner, _CONTAINERS):
+        owner.clear()
+        if isinstance(owner, (dict, set)):
+            owner.update(contents)
+        else:
+            owner.extend(contents)
+        return
+    kind: Any = type if isinstance(owner, type) else ModuleType
+    now = _attributes(owner)
+    for name in now.keys() - contents.keys():
+        kind.__delattr__(owner, name)
+    for name, value in contents.items():
+        if now.get(name, _MISSING) is not value:
+            kind.__setattr__(owner, name, value)
+
+
+def _module_of(kind: type) -> str:
+    """Where a class is from; some have a descriptor of that name."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
+
+
+def _covers(names: tuple[str, ...], module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _imported(names: tuple[str, ...]) -> Iterator[ModuleType]:
+    for name in names:
+        module = sys.modules.get(name)
+        if module is not None:
+            yield module
+        if hasattr(module, "__path__"):  # a package
+            yield from (m for n, m in list(sys.modules.items()) if n.startswith(f"{name}."))
+
+
+class _Finder:
+    """Ahead of the others in sys.meta_path: tells of modules when they have been imported."""
+
+    def __init__(self, names: tuple[str, ...], imported: Callable[[ModuleType], None]) -> None:
+        self.names, self.imported = names, imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not _covers(self.names, name):
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        loader = getattr(spec, "loader", None)
+        if hasattr(loader, "exec_module") and not isinstance(loader, type):
+            execute = loader.exec_module  # type: ignore[union-attr]
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                self.imported(sys.modules.get(name, module))
+
+            loader.exec_module = executed  # type: ignore[union-attr]
+        return spec
