@@ -124,7 +124,7 @@ def test_a_fault_in_a_deep_program(fault, at):
     if fault == "not summed":  # what follows is given partial sums
         name, remedy = f"input of {at + 1}", remedy.replace("output", "input")
     assert first.name == name and what in first.what and remedy in first.remedy
-    called_in = "test_module_outputs.py" if fault == "no copy" else "proved_programs.py"
+    called_in = "test_module_outputs.py" if fault == "no copy" else "program_parts.py"
     assert f"{called_in}:" in first.line
 
 
