@@ -16,7 +16,7 @@ from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.plugins import plugin
 from fcoll.table import shapes
-from fcoll.table.collectives import COLLECTIVES, functional_row
+from fcoll.table.collectives import COLLECTIVES, functional_row, single_row
 from fcoll.table.row import Call, Collective
 from fcoll.transport.shared_memory import handle_of
 
@@ -197,7 +197,7 @@ def _autograd_kernel(row: Collective) -> Callable[..., Any]:
 
 def _vmap(row: Collective) -> Callable[..., Any]:
     """The mapped dim goes last: the dims that collectives name count from the front."""
-    keeps_shape = row.shape in (shapes.same, shapes.same_each)
+    keeps_shape = single_row(row).shape is shapes.same
     out_dim = None if row.shape is shapes.nothing else -1
 
     def behind(x: Tensor, in_dim: int | None) -> Tensor:

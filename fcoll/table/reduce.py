@@ -1,23 +1,22 @@
-"""Collectives that reduce: all_reduce and reduce_scatter_tensor, also on lists, and reduce."""
+"""Collectives that reduce: all_reduce, reduce_scatter_tensor and reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fcoll.errors import BadOption, fail
-from fcoll.groups import Group, by_name, check_device
+from fcoll.groups import by_name, check_device
 from fcoll.reductions import REDUCTIONS, check_reduction
 from fcoll.table import pieces, stacks, wire
-from fcoll.table.checks import check_list, check_rank, check_scatters
-from fcoll.table.layout import by_dtype, chunks, copied, issue_list
+from fcoll.table.checks import check_rank, check_scatters
+from fcoll.table.layout import chunks, copied
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, torch_ops
-from fcoll.table.shapes import same, same_each, scattered, scattered_each, with_dims
-from fcoll.table.shares import saves, share, share_each, share_of
+from fcoll.table.shapes import same, scattered
+from fcoll.table.shares import saves, share, share_of
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
 
@@ -26,7 +25,7 @@ GRADS = ("sum", "identity")
 # -- all_reduce ---
 
 
-def check_all_reduce(
+def _check_all_reduce(
     op: str, input: Tensor, reduce_op: str, group_name: str, grad: str = "sum"
 ) -> None:
     check_device(op, input.device.type, group_name)
@@ -71,7 +70,7 @@ def _uneven_all_reduce(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Ten
 ALL_REDUCE = declare(
     "all_reduce",
     "(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
-    check=check_all_reduce,
+    check=_check_all_reduce,
     shape=same,
     run=_run_all_reduce,
     adjoint=_all_reduce_adjoint,
@@ -217,132 +216,4 @@ REDUCE = declare(
     one_shot_bytes=wire.to_each,
 )
 
-
-# -- all_reduce_coalesced ---
-
-
-def check_all_reduce_coalesced(
-    op: str, inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
-) -> None:
-    check_list(op, inputs)
-    for x in inputs:
-        check_all_reduce(op, x, reduce_op, group_name, grad)
-
-
-def _run_all_reduce_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str
-) -> list[Tensor]:
-    outs = [x.new_empty(x.shape) for x in inputs]
-    all_reduce_list(outs, inputs, reduce_op, by_name(group_name))
-    return outs
-
-
-def all_reduce_list(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], reduce_op: str, g: Group
-) -> None:
-    for same_dtype in by_dtype(inputs):
-        flat = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
-        work, finish = None, None
-        if g.n > 1:
-            carrier = carrier_of(g, flat.device)
-            work, finish = carrier.all_reduce_(flat, REDUCTIONS[reduce_op], g)
-        parts = flat.split([inputs[i].numel() for i in same_dtype])
-        issue_list([outs[i] for i in same_dtype], parts, work, finish)
-
-
-def _all_reduce_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
-    if a.grad == "sum":
-        Gs = a.call("all_reduce_coalesced", grads, "sum", a.group_name)
-    else:
-        Gs = [a.identity(G) for G in grads]
-    return share_each(Gs, a.saved_input, a.saved_output, a)
-
-
-ALL_REDUCE_COALESCED = declare(
-    "all_reduce_coalesced",
-    "(Tensor[] inputs, str reduce_op, str group_name, str grad='sum') -> Tensor[]",
-    single="all_reduce",
-    check=check_all_reduce_coalesced,
-    shape=same_each,
-    run=_run_all_reduce_coalesced,
-    adjoint=_all_reduce_coalesced_adjoint,
-    stacked=stacks.each(_stacked_all_reduce),
-    saves=saves,
-    wire_bytes=wire.ring_twice,
-    steps=wire.twice_n_minus_1,
-    one_shot_bytes=wire.to_each,
-    replicates=True,
-    own_args=("grad",),
-    targets=torch_ops("all_reduce_coalesced"),
-    native=Native(fast=("xs", "op", "group", "grad")),
-)
-
-
-# -- reduce_scatter_tensor_coalesced ---
-
-
-def _check_reduce_scatter_coalesced(
-    op: str, inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str,
-    dims: Sizes = None,
-) -> None:  # fmt: skip
-    check_list(op, inputs, dims)
-    for x, dim in with_dims(inputs, dims):
-        check_reduce_scatter(op, x, reduce_op, group_size, group_name, dim)
-
-
-def _run_reduce_scatter_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str, dims: Sizes = None
-) -> list[Tensor]:
-    g = by_name(group_name)
-    shapes = scattered_each(inputs, g.n, group_name, dims)
-    outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
-    cut = [chunks(x, dim, g.n, None).flatten(1) for x, dim in with_dims(inputs, dims)]
-    for same_dtype in by_dtype(inputs):
-        rows = [cut[i] for i in same_dtype]
-        packed = torch.cat(rows, dim=1)
-        mine = packed.new_empty(packed.shape[1:])
-        work, finish = None, None
-        if g.n == 1:
-            mine.copy_(packed[0])
-        else:
-            carrier = carrier_of(g, packed.device)
-            work, finish = carrier.reduce_scatter(mine, packed, REDUCTIONS[reduce_op], g)
-        parts = mine.split([outs[i].numel() for i in same_dtype])
-        issue_list([outs[i] for i in same_dtype], parts, work, finish)
-    return outs
-
-
-def _reduce_scatter_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
-    def whole(xs: list[Tensor]) -> list[Tensor]:
-        gather = ("all_gather_into_tensor_coalesced", xs, a.group_size, a.group_name, a.dims)
-        return a.call(*gather)
-
-    ys = whole(a.saved_output) if a.saved_output is not None else None
-    return share_each(whole(grads), a.saved_input, ys, a)
-
-
-REDUCE_SCATTER_TENSOR_COALESCED = declare(
-    "reduce_scatter_tensor_coalesced",
-    "(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[]? dims=None)"
-    " -> Tensor[]",
-    single="reduce_scatter_tensor",
-    check=_check_reduce_scatter_coalesced,
-    shape=scattered_each,
-    run=_run_reduce_scatter_coalesced,
-    adjoint=_reduce_scatter_coalesced_adjoint,
-    stacked=stacks.each(_stacked_reduce_scatter_tensor),
-    saves=saves,
-    wire_bytes=wire.ring,
-    steps=wire.n_minus_1,
-    targets=torch_ops("reduce_scatter_tensor_coalesced"),
-    contiguous=True,
-    native=Native(fast=("xs", "op", "group", "dim")),
-)
-
-ROWS = (
-    ALL_REDUCE,
-    REDUCE_SCATTER_TENSOR,
-    REDUCE,
-    ALL_REDUCE_COALESCED,
-    REDUCE_SCATTER_TENSOR_COALESCED,
-)
+ROWS = (ALL_REDUCE, REDUCE_SCATTER_TENSOR, REDUCE)

@@ -60,6 +60,14 @@ class Call(SimpleNamespace):
     identity: Callable[[Tensor], Tensor]
 
 
+def each(rule: Callable[..., Tensor], xs: Any, *more: Any) -> Any:
+    """``rule(x, ...)`` of a tensor; of a list, that of each, where others are lists or None."""
+    if isinstance(xs, Tensor):
+        return rule(xs, *more)
+    columns = [[None] * len(xs) if values is None else values for values in more]
+    return [rule(*call) for call in zip(xs, *columns, strict=True)]
+
+
 @dataclass(frozen=True)
 class Collective:
     """One row: everything there is to know of a collective.

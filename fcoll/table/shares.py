@@ -15,7 +15,7 @@ from torch import Tensor
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name, rank_here, size_here
 from fcoll.reductions import REDUCTIONS
-from fcoll.table.row import Call
+from fcoll.table.row import Call, each
 
 
 def _whole(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
@@ -53,12 +53,14 @@ _SHARE: dict[str, Callable[[Tensor, Tensor, Tensor, Call], Tensor]] = {
 
 
 def share(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
-    """The gradient of this rank's part x, from the gradient G of the whole result y."""
+    """The gradient of this rank's part x, from the gradient G of the whole result y; or of each in
+    lists of them."""
     kind = REDUCTIONS[a.reduce_op].share
     if kind is None:
         why = "bits do not vary smoothly"
         raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint="")
-    return _SHARE[kind](G, x, y, a)
+    rule = _SHARE[kind]
+    return each(lambda G, x, y: rule(G, x, y, a), G, x, y)
 
 
 def share_of(whole: Callable[[Tensor], Tensor], grad: Tensor, a: Call) -> Tensor:
@@ -66,14 +68,6 @@ def share_of(whole: Callable[[Tensor], Tensor], grad: Tensor, a: Call) -> Tensor
     of its gradient, all of it."""
     y = whole(a.saved_output) if a.saved_output is not None else None
     return share(whole(grad), a.saved_input, y, a)  # type: ignore[arg-type]
-
-
-def share_each(
-    Gs: list[Tensor], xs: list[Tensor] | None, ys: list[Tensor] | None, a: Call
-) -> list[Tensor]:
-    """The same of a list; None where the row saves no values."""
-    none = [None] * len(Gs)
-    return [share(G, x, y, a) for G, x, y in zip(Gs, xs or none, ys or none, strict=True)]  # type: ignore[arg-type]
 
 
 def saves(a: Call) -> tuple[str, ...]:

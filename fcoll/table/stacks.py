@@ -50,18 +50,6 @@ def even(rule: Rule) -> Callable[..., Tensor]:
     return stacked
 
 
-def each(
-    one: Callable[..., Tensor],
-) -> Callable[[Sequence[Tensor], Args, Partition], list[Tensor]]:
-    """The rule of a row on lists, from that of the row of one tensor."""
-
-    def stacked(xs_W: Sequence[Tensor], args: Args, groups: Partition) -> list[Tensor]:
-        dims = args.get("dims") or [0] * len(xs_W)
-        return [one(x, {**args, "dim": d}, groups) for x, d in zip(xs_W, dims, strict=True)]
-
-    return stacked
-
-
 def no_rule(op: str, why: str, hint: str) -> Callable[..., Any]:
     """In the place of a rule that cannot be."""
 

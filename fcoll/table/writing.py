@@ -17,11 +17,10 @@ from fcoll.reductions import REDUCTIONS
 from fcoll.table.checks import check_gathers, check_out
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST, run_all_gather
 from fcoll.table.layout import copied
+from fcoll.table.lists import ALL_REDUCE_COALESCED, all_reduce_into
 from fcoll.table.reduce import (
     ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
     REDUCE_SCATTER_TENSOR,
-    all_reduce_list,
     check_reduce_scatter,
     run_reduce_scatter,
 )
@@ -100,7 +99,7 @@ def _run_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 def _run_all_reduce_coalesced_(
     inputs: Sequence[Tensor], reduce_op: str, group_name: str
 ) -> Sequence[Tensor]:
-    all_reduce_list(inputs, inputs, reduce_op, group_named(group_name))
+    all_reduce_into(inputs, inputs, reduce_op, group_named(group_name))
     return inputs
 
 
