@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fcoll import _torch
-from fcoll.eager import undispatched
+from fcoll.eager import dispatch
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.plugins import plugin
@@ -61,7 +61,7 @@ def define(row: Collective) -> None:
 
 
 def _eager_kernel(row: Collective) -> Callable[..., Any]:
-    return lambda *args, **kwargs: undispatched.check_and_run(row, args, kwargs)
+    return lambda *args, **kwargs: dispatch.check_and_run(row, args, kwargs)
 
 
 def _fake_kernel(row: Collective) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def _function(row: Collective) -> Any:
 
     def forward(ctx: Any, args: Any, kwargs: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         if one_in_one_out and not kwargs and _torch.plain(tensors[0]):
-            outs: tuple[Tensor, ...] = (undispatched.run(row, args),)
+            outs: tuple[Tensor, ...] = (dispatch.run(row, args),)
         else:
             # grad mode on: under torch.func.grad the levels outside this one differentiate too
             with torch.enable_grad(), _torch.below_autograd():
@@ -146,15 +146,15 @@ def _function(row: Collective) -> Any:
         # Where nothing was saved, nothing is read: a second backward finds it freed.
         saved = ctx.saved_tensors if ctx.needed else ()
         xs, ys = saved[: len(grads)], saved[len(grads) :]
-        ys = list(map(undispatched.wait, ys))
+        ys = list(map(dispatch.wait, ys))
         call = Call(
             op=row.name,
             functional=row.functional,
             input_shape=ctx.input_shape,
             saved_input=(xs if row.on_lists else xs[0]) if xs else None,
             saved_output=(ys if row.on_lists else ys[0]) if ys else None,
-            call=undispatched.call,
-            identity=partial(undispatched.identity, group_name=ctx.call.get("group_name")),
+            call=dispatch.call,
+            identity=partial(dispatch.identity, group_name=ctx.call.get("group_name")),
             **ctx.call,
         )
         assert row.adjoint is not None
@@ -165,17 +165,9 @@ def _function(row: Collective) -> Any:
     return type(f"fcoll_{row.name}_", (_torch.SingleLevelFunction,), methods)
 
 
-_functions: dict[str, Any] = {}
-
-
-def function_of(name: str) -> Any:
-    """The autograd function of a row that has a gradient."""
-    return _functions[name]
-
-
 def _autograd_kernel(row: Collective) -> Callable[..., Any]:
     """Not torch.library.register_autograd, which torch.func.grad cannot differentiate."""
-    function = _functions[row.name] = _function(row)
+    function = dispatch.autograd_functions[row.name] = _function(row)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fcoll.groups import by_name, check_device
 from fcoll.table import pieces, stacks, wire
 from fcoll.table.checks import check_gathers, check_rank, check_scatters
-from fcoll.table.layout import concat, contiguous_parts, copied, flat, padded, resized
+from fcoll.table.layout import concat, contiguous_parts, flat, padded, resized
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
 from fcoll.table.shapes import gathered, same, scattered
@@ -213,7 +213,9 @@ def check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
 
 def _run_broadcast(input: Tensor, src: int, group_name: str) -> Tensor:
     g = by_name(group_name)
-    out = copied(input) if g.rank == src else input.new_empty(input.shape)
+    out = input.new_empty(input.shape)
+    if g.rank == src:
+        out.copy_(input)
     if g.n == 1:
         return out
     return issued(out, carrier_of(g, out.device).broadcast_(out, src, g))

@@ -1,4 +1,4 @@
-"""How tensors are copied, cut, padded and joined for the wire.
+"""How tensors are cut, padded and joined for the wire.
 
 Results are always contiguous. What is filled in at the wait is written through ``.data``: a result
 that autograd has saved must not look modified since.
@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 
 from fcoll.table.row import Sizes
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def flat(x: Tensor) -> Tensor:

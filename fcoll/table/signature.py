@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fcoll.reductions import REDUCTIONS
-from fcoll.table.collectives import functional_row
 from fcoll.table.row import Collective
 
 _OPS = {name: i for i, name in enumerate(REDUCTIONS)}
@@ -67,4 +66,4 @@ def _dim(row: Collective, named: Mapping[str, Any]) -> int:
     if "gather_dim" in named:
         return named["gather_dim"]
     # an out form has no dim: it is along the first
-    return named.get("dim", 0) if "dim" in functional_row(row).position else -1
+    return named.get("dim", 0) if "dim" in row.position or row.has_out else -1

@@ -360,7 +360,7 @@ class OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        G, share = Identity.apply(grad, ctx.groups), REDUCTIONS[ctx.reduce_op].share
+        G, share = identity(grad, {}, ctx.groups), REDUCTIONS[ctx.reduce_op].share
         if share == "mean":
             G = G / ctx.groups.n
         elif share != "whole":
@@ -375,24 +375,24 @@ class OwnGradient(torch.autograd.Function):
 
 
 class Identity(torch.autograd.Function):
-    """x itself; its gradient is summed over even groups. Partner of OwnGradient."""
+    """x itself; its gradient is ``summed(grad)``, of which this is the gradient again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x_W: Tensor, groups: Partition) -> Tensor:
-        return x_W.view_as(x_W)
+    def forward(x: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Partition], output: Tensor) -> None:
-        ctx.groups = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
+        ctx.summed = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return OwnGradient.apply(grad, "sum", ctx.groups), None
+        return ctx.summed(grad), None
 
 
 @even
 def identity(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
-    """fcoll.identity of stacked ranks."""
-    return Identity.apply(x_W, groups)
+    """fcoll.identity of stacked ranks: its gradient is summed over even groups."""
+    return Identity.apply(x_W, lambda G_W: OwnGradient.apply(G_W, "sum", groups))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcoll.errors import NoGradient
@@ -16,7 +17,6 @@ from fcoll.groups import by_name as group_named
 from fcoll.reductions import REDUCTIONS
 from fcoll.table.checks import check_gathers, check_out
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST, run_all_gather
-from fcoll.table.layout import copied
 from fcoll.table.lists import ALL_REDUCE_COALESCED, all_reduce_into
 from fcoll.table.reduce import (
     ALL_REDUCE,
@@ -77,7 +77,7 @@ def _on_itself(x: Tensor, start: Callable[[Tensor], Started]) -> Tensor:
     """Start a collective on x itself, or on a contiguous copy that is copied back at the wait."""
     if x.is_contiguous():
         return issued(x, *start(x))
-    buf = copied(x)
+    buf = x.clone(memory_format=torch.contiguous_format)
     work, finish = start(buf)
 
     def fill() -> None:
