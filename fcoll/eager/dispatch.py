@@ -37,8 +37,7 @@ from fcoll.eager.async_tensor import in_flight
 from fcoll.errors import FcollError, from_native
 from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group
 from fcoll.table.collectives import COLLECTIVES
-from fcoll.table.row import Collective
-from fcoll.table.signature import signed
+from fcoll.table.row import Collective, signed
 from fcoll.table.stacks import Identity
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
