@@ -7,7 +7,7 @@ traced        Dynamo records the program                   ``start``, by ``is_co
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
               to have shared memory                        is refused, the extension at the rest
 undispatched  tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
-stacked       tensors of ranks in ``fcoll.simulate``       ``stacked_ways``, asked by ``start``
+stacked       tensors of ranks in ``fcoll.simulate``       ``call_on_stacked``, for ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
               transforms, the profiler
 ============  ===========================================  =======================================
@@ -23,7 +23,7 @@ and the Python kernels that it finds for autograd would be nine tenths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,8 +43,6 @@ from fcoll.transport import shared_memory
 from fcoll.transport.native import build
 from fcoll.transport.protocol import running
 
-#: What a batched simulation adds while it runs: a call on stacked ranks, or NotImplemented.
-stacked_ways: list[Callable[[Collective, tuple[Any, ...]], Any]] = []
 #: The autograd function of each row that has a gradient: ``apply(args, kwargs, *tensors)``.
 autograd_functions: dict[str, Any] = {}
 
@@ -100,10 +98,13 @@ def start_eager(name: str, *args: Any) -> Any:
             return run(row, args)
         with _torch.single_level_functions():
             return autograd_functions[name].apply(args, {}, x)[0]
-    for way in stacked_ways:
-        if (out := way(row, args)) is not NotImplemented:
-            return out
-    return getattr(torch.ops.fcoll, name)(*args)
+    out = call_on_stacked(row, args)
+    return getattr(torch.ops.fcoll, name)(*args) if out is NotImplemented else out
+
+
+def call_on_stacked(row: Collective, args: tuple[Any, ...]) -> Any:
+    """Replaced by a batched simulation while it runs, for tensors of its stacked ranks."""
+    return NotImplemented
 
 
 def result(name: str, n: int, out: Any) -> Any:
