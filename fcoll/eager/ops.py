@@ -88,10 +88,10 @@ def _value_and_copy(row: Collective) -> Callable[..., Any]:
     """A row that writes, in a graph of values. What torch makes of such ops by itself is left out
     where nobody reads what was written, and is none of ops that return it."""
 
-    def kernel(given: Any, *args: Any, out: Any = None) -> Any:
-        made = op_of(functional_row(row))(given, *args)
-        written = given if out is None else out
-        pairs = zip(written, made, strict=True) if row.on_lists else [(written, made)]
+    def kernel(input: Any, *args: Any, out: Any = None) -> Any:
+        result = op_of(functional_row(row))(input, *args)
+        written = input if out is None else out
+        pairs = zip(written, result, strict=True) if row.on_lists else [(written, result)]
         for target, value in pairs:
             target.copy_(torch.ops.fcoll.wait_tensor(value))
         return written
@@ -158,8 +158,8 @@ def _function(row: Collective) -> Any:
             **ctx.call,
         )
         assert row.adjoint is not None
-        found = row.adjoint(list(grads) if row.on_lists else grads[0], call)
-        return (None, None, *(found if row.on_lists else [found]))
+        grad_inputs = row.adjoint(list(grads) if row.on_lists else grads[0], call)
+        return (None, None, *(grad_inputs if row.on_lists else [grad_inputs]))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(f"fcoll_{row.name}_", (_torch.SingleLevelFunction,), methods)

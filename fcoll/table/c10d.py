@@ -290,8 +290,8 @@ def alltoall_base_(
     input_split_sizes: Sequence[int], async_op: bool = True, timeout: int = -1,
 ) -> Message:  # fmt: skip
     name, n = process_group
-    given = (output, output_split_sizes), (input, input_split_sizes)
-    splits = [list(sizes or [x.shape[0] // n] * n) for x, sizes in given]
+    sides = (output, output_split_sizes), (input, input_split_sizes)
+    splits = [list(sizes or [x.shape[0] // n] * n) for x, sizes in sides]
     return Message("all_to_all_single", (input, *splits, name), [[output]])
 
 

@@ -55,5 +55,5 @@ def single_row(row: Collective) -> Collective:
     >>> single_row(COLLECTIVES["all_reduce_coalesced_"]).name
     'all_reduce'
     """
-    made = functional_row(row)
-    return COLLECTIVES[made.single] if made.single else made
+    functional = functional_row(row)
+    return COLLECTIVES[functional.single] if functional.single else functional

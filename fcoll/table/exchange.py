@@ -53,11 +53,11 @@ def check_even_splits(
     """Without splits, dim 0 must divide; one of the two alone is a mistake."""
     op = "all_to_all_single"
     n = group_size(group_name)
-    for given, missing in (("input_splits", output_splits), ("output_splits", input_splits)):
-        other = input_splits if given == "input_splits" else output_splits
+    for arg, missing in (("input_splits", output_splits), ("output_splits", input_splits)):
+        other = input_splits if arg == "input_splits" else output_splits
         if missing is None and other is not None:
             why = "the other one is missing"
-            fail(BadSplits, op=op, arg=given, splits=listed(other), why=why, n=n)
+            fail(BadSplits, op=op, arg=arg, splits=listed(other), why=why, n=n)
     check_dim(op, x, 0)
     check_divisible(op, x, 0, group_name, "output_splits= and input_splits=")
 

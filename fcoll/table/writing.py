@@ -36,7 +36,7 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
 
 
 def _writing(row: Collective, name: str, schema: str, run: Any) -> Collective:
-    made = replace(
+    form = replace(
         row,
         name=name,
         schema=schema,
@@ -46,7 +46,7 @@ def _writing(row: Collective, name: str, schema: str, run: Any) -> Collective:
         targets=(f"_c10d_functional::{name}",),
         native=Native(),
     )
-    return replace(made, run=by_name(made, run))
+    return replace(form, run=by_name(form, run))
 
 
 def _arguments(row: Collective) -> str:
@@ -63,14 +63,14 @@ def _in_place(row: Collective, run: Callable[..., Any]) -> Collective:
 def _out(row: Collective, check: Any, shape: Any, run: Callable[..., Any]) -> Collective:
     """The row that writes the result, along the first dim, into ``out``."""
     schema = f"({_arguments(row)}, *, Tensor(a!) out) -> Tensor(a!)"
-    made = _writing(row, f"{row.name}_out", schema, run)
-    shape, check = by_name(made, shape), by_name(made, check)
+    form = _writing(row, f"{row.name}_out", schema, run)
+    shape, check = by_name(form, shape), by_name(form, check)
 
     def check_all(*args: Any, out: Tensor) -> None:
         check(*args)
-        check_out(made.name, out, shape(*args), args[0])
+        check_out(form.name, out, shape(*args), args[0])
 
-    return replace(made, check=check_all, shape=shape, own_dim=None)
+    return replace(form, check=check_all, shape=shape, own_dim=None)
 
 
 def _on_itself(x: Tensor, start: Callable[[Tensor], Started]) -> Tensor:
