@@ -206,7 +206,7 @@ SCATTER = declare(
 # -- broadcast ---
 
 
-def check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
+def _check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
     check_device(op, input.device.type, group_name)
     check_rank(op, "src", src, group_name)
 
@@ -244,7 +244,7 @@ def _uneven_broadcast(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tens
 BROADCAST = declare(
     "broadcast",
     "(Tensor input, int src, str group_name) -> Tensor",
-    check=check_broadcast,
+    check=_check_broadcast,
     shape=same,
     run=_run_broadcast,
     adjoint=_broadcast_adjoint,

@@ -155,7 +155,7 @@ ALL_REDUCE = declare(
 # -- reduce_scatter_tensor ---
 
 
-def check_reduce_scatter(
+def _check_reduce_scatter(
     op: str, input: Tensor, reduce_op: str, group_size: int, group_name: str,
     dim: int = 0, sizes: Sizes = None,
 ) -> None:  # fmt: skip
@@ -216,7 +216,7 @@ REDUCE_SCATTER_TENSOR = declare(
     "reduce_scatter_tensor",
     "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
     " SymInt[]? sizes=None) -> Tensor",
-    check=check_reduce_scatter,
+    check=_check_reduce_scatter,
     shape=scattered,
     run=run_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,

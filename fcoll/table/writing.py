@@ -15,17 +15,11 @@ from torch import Tensor
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name as group_named
 from fcoll.reductions import REDUCTIONS
-from fcoll.table.checks import check_gathers, check_out
+from fcoll.table.checks import check_out
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST, run_all_gather
 from fcoll.table.lists import ALL_REDUCE_COALESCED, all_reduce_into
-from fcoll.table.reduce import (
-    ALL_REDUCE,
-    REDUCE_SCATTER_TENSOR,
-    check_reduce_scatter,
-    run_reduce_scatter,
-)
+from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR, run_reduce_scatter
 from fcoll.table.row import Call, Collective, Native, by_name
-from fcoll.table.shapes import gathered, scattered
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import Started, issued
 
@@ -60,17 +54,16 @@ def _in_place(row: Collective, run: Callable[..., Any]) -> Collective:
     return _writing(row, f"{row.name}_", f"({kind}(a!) {rest}) -> {kind}(a!)", run)
 
 
-def _out(row: Collective, check: Any, shape: Any, run: Callable[..., Any]) -> Collective:
+def _out(row: Collective, run: Callable[..., Any]) -> Collective:
     """The row that writes the result, along the first dim, into ``out``."""
     schema = f"({_arguments(row)}, *, Tensor(a!) out) -> Tensor(a!)"
     form = _writing(row, f"{row.name}_out", schema, run)
-    shape, check = by_name(form, shape), by_name(form, check)
 
-    def check_all(*args: Any, out: Tensor) -> None:
-        check(*args)
-        check_out(form.name, out, shape(*args), args[0])
+    def check(*args: Any, out: Tensor) -> None:
+        row.check(*args, op=form.name)
+        check_out(form.name, out, row.shape(*args), args[0])
 
-    return replace(form, check=check_all, shape=shape, own_dim=None)
+    return replace(form, check=check, own_dim=None)
 
 
 def _on_itself(x: Tensor, start: Callable[[Tensor], Started]) -> Tensor:
@@ -115,6 +108,6 @@ ROWS = (
     _in_place(ALL_REDUCE, _run_all_reduce_),
     _in_place(ALL_REDUCE_COALESCED, _run_all_reduce_coalesced_),
     _in_place(BROADCAST, _run_broadcast_),
-    _out(ALL_GATHER_INTO_TENSOR, check_gathers, gathered, run_all_gather),
-    _out(REDUCE_SCATTER_TENSOR, check_reduce_scatter, scattered, run_reduce_scatter),
+    _out(ALL_GATHER_INTO_TENSOR, run_all_gather),
+    _out(REDUCE_SCATTER_TENSOR, run_reduce_scatter),
 )
