@@ -1,4 +1,4 @@
-"""What a user passes as a group -> one canonical Group."""
+"""Groups: anything that names one (GroupLike) is resolved to a canonical Group."""
 
 from __future__ import annotations
 

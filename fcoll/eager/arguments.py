@@ -1,7 +1,7 @@
-"""The gate of the public functions: is each argument of a type that a call can be made with?
+"""Type checks of the public functions' arguments, ahead of everything else.
 
-Asked before anything else is done with the arguments. What passes is a plain value: a Tensor, an
-int, a list of ints. Which values are right is the row's check to say, later.
+They return plain values: a Tensor, an int, a list of ints. The values themselves are checked later,
+by the row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tensors(op: str, xs: Any, arg: str = "xs") -> list[Tensor]:
 
 
 def integer(op: str, arg: str, value: Any) -> int:
-    """An int, or what can stand for one: a symbolic size, a NumPy integer, a tensor of one integer.
+    """An int, a symbolic size, a NumPy integer or a tensor of one integer.
 
     >>> integer("broadcast", "src", torch.tensor(1))
     1

@@ -1,7 +1,7 @@
-"""How an eager call is dispatched: the ways that it can go, and who decides.
+"""Dispatch of eager calls: the paths a call can take, and which code chooses one.
 
 ============  ===========================================  =======================================
-way           when                                         who decides
+path          when                                         chosen by
 ============  ===========================================  =======================================
 traced        Dynamo records the program                   ``start``, by ``is_compiling()``
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
@@ -48,7 +48,7 @@ autograd_functions: dict[str, Any] = {}
 
 
 def is_refused(group: GroupLike) -> bool:
-    """Is it known that the group has no shared memory? Not of what is no group."""
+    """Is the group known to have no shared memory? False for values that name no group."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
@@ -60,8 +60,8 @@ def is_refused(group: GroupLike) -> bool:
 
 
 def collective(name: str, group: GroupLike, *args: Any) -> Any:
-    """What a public function returns. The arguments are the schema's in order, but for the group's
-    size and name, which are put where the schema has them."""
+    """Run a public function's collective. The arguments are the schema's in order, without the
+    group's size and name, which are inserted at their positions."""
     row, values = COLLECTIVES[name], list(args)
     known = group_name(group)
     n = group_size(known)
@@ -130,7 +130,7 @@ def run(row: Collective, args: tuple[Any, ...]) -> Any:
 
 
 def check_and_run(row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the Python kernel of a row does."""
+    """The Python kernel of a row."""
     row.check(*args, **kwargs)
     before, running.signed = running.signed, lambda: signed(row, args, kwargs)
     try:
@@ -144,7 +144,7 @@ def _in_cpp(row: Collective, args: tuple[Any, ...]) -> bool:
 
 
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.fcoll.<name>(*args)``, complete: what a gradient makes calls by."""
+    """``torch.ops.fcoll.<name>(*args)``, complete: the collectives of backward passes."""
     row, x = COLLECTIVES[name], args[0]
     if not is_compiling() and not row.on_lists and _torch.plain(x):
         return wait(run(row, args))
@@ -181,13 +181,13 @@ def _world() -> Any:
 
 
 def _name_of_mesh(group: Any) -> str | None:
-    """The name of a mesh's group; None for what is not a mesh: that is not served."""
+    """The name of a mesh's group; None if it is not a mesh, which the fast path does not serve."""
     mesh = group[0] if isinstance(group, tuple) and group else group
     return group_name(group) if isinstance(mesh, DeviceMesh) else None
 
 
 def _error(message: str) -> Exception:
-    """What a C++ error with this message is in Python."""
+    """The Python exception for a C++ error with this message."""
     return from_native(RuntimeError(message))
 
 

@@ -85,8 +85,8 @@ def _fake_kernel(row: Collective) -> Callable[..., Any]:
 
 
 def _value_and_copy(row: Collective) -> Callable[..., Any]:
-    """A row that writes, in a graph of values. What torch makes of such ops by itself is left out
-    where nobody reads what was written, and is none of ops that return it."""
+    """Functionalization of a row that writes: the functional op, then copies into the arguments.
+    torch's own drops the copies where nothing reads them, and rejects ops that return them."""
 
     def kernel(input: Any, *args: Any, out: Any = None) -> Any:
         result = op_of(functional_row(row))(input, *args)

@@ -1,5 +1,5 @@
-"""What a collective means on several ranks whose tensors have any sizes: a rule on lists, beside
-the rows' ``stacked`` rules for even ones.
+"""The semantics of collectives on ranks whose tensors have any sizes: a rule on lists, beside the
+rows' ``stacked`` rules for even ones.
 
 Each rank of a group gives pieces and gets pieces. ``ROUTES`` says of each of the few ways in which
 pieces go around what every piece that arrives is made of. How a row cuts its tensors into pieces,
@@ -54,9 +54,9 @@ def received(
     outs: Sequence[Sequence[Tensor]] | None = None,
     fold: Fold = fold,
 ) -> list[list[Tensor]]:
-    """What each rank gets of what each gives: pieces as they are, or new tensors where they are
-    reduced (by ``fold``), which ranks may share. Misfit unless each is as large as where it goes,
-    in ``outs``.
+    """The pieces that each rank receives: those that were sent or, where they are reduced (by
+    ``fold``), new tensors, which ranks may share. Misfit unless each is as large as its place in
+    ``outs``.
 
     >>> received("all_to_all", [[1, 2], [3, 4]])
     [[1, 3], [2, 4]]

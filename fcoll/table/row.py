@@ -1,4 +1,4 @@
-"""What a row of the table says of a collective."""
+"""A row of the table: the description of one collective."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Native:
-    """What of a row is written in C++ (transport/native); a test compares the names."""
+    """The C++ parts of a row (transport/native); a test compares the names."""
 
     #: Has the op a kernel for CPU tensors, ``fcoll_native::<row>``?
     kernel: bool = False
@@ -164,8 +164,8 @@ class Collective:
     def agreed(
         self, args: Mapping[str, Any], shapes: Iterable[Sequence[Any]]
     ) -> tuple[dict[str, Any], list[list[Any]]]:
-        """Of a call, what all ranks of the group must have alike: arguments by name, and the shapes
-        of tensors, with OWN where each rank has a size of its own."""
+        """The part of a call that must be equal on all ranks of the group: arguments by name, and
+        the shapes of tensors, with OWN where each rank has a size of its own."""
         own = self.own_dim(args) if self.own_dim else None
         common = [[OWN if d == own else size for d, size in enumerate(s)] for s in shapes]
         return {name: x for name, x in args.items() if name not in self.own_args}, common
