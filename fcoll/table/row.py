@@ -198,12 +198,16 @@ def by_name(row: Collective, rule: Callable[..., Any]) -> Callable[..., Any]:
     wanted = inspect.signature(rule).parameters
     if any(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
         return rule  # it takes them all
-    names, op = tuple(row.position), row.name
-    defaults = {x: p.default for x, p in wanted.items() if p.default is not p.empty}
+    names = [*row.position, *(x for x in wanted if x not in row.position)]
+    position = {name: i for i, name in enumerate(names)}
+    known = {x: p.default for x, p in wanted.items()} | {"op": row.name}
+    defaults, taken = [known.get(name) for name in names], [position[x] for x in wanted]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        values = {"op": op, **defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return rule(**{x: values[x] for x in wanted})
+        values = [*args, *defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[position[name]] = value
+        return rule(*[values[i] for i in taken])
 
     return call
 
