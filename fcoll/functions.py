@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fcoll import _torch
-from fcoll.eager import arguments, undispatched
-from fcoll.eager import callbacks as _callbacks  # noqa: F401  the fast path asks them
+from fcoll.eager import arguments, dispatch
+from fcoll.eager import ops as _ops  # noqa: F401  it defines torch.ops.fcoll
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
 from fcoll.eager.dispatch import collective, is_refused, start
@@ -77,7 +77,7 @@ def wait_tensor(x: Tensor) -> Tensor:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
-    return undispatched.wait(arguments.tensor("wait_tensor", x))
+    return dispatch.wait(arguments.tensor("wait_tensor", x))
 
 
 def all_reduce(
@@ -425,4 +425,4 @@ def identity(x: Tensor, group: GroupLike = None) -> Tensor:
     """
     x, name = arguments.tensor("identity", x), group_name(group)
     group_size(name)  # there is such a group
-    return undispatched.identity(x, name)
+    return dispatch.identity(x, name)

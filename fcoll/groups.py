@@ -1,4 +1,4 @@
-"""What a user passes as a group -> one canonical Group."""
+"""Groups: anything that names one (GroupLike) is resolved to a canonical Group."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def by_name(name: str) -> Group:
     axis = desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
     label = axis or (str(list(_torch.group_ranks(pg))) if desc in ("", "undefined") else desc)
     serves = _torch.device_types(pg)
-    made = Group(name, _torch.group_ranks(pg), pg.rank(), axis, label, serves)
-    _known[name] = (weakref.ref(pg), made)
-    return made
+    group = Group(name, _torch.group_ranks(pg), pg.rank(), axis, label, serves)
+    _known[name] = (weakref.ref(pg), group)
+    return group
 
 
 def resolve(group: GroupLike) -> Group:
@@ -124,8 +124,8 @@ def resolve(group: GroupLike) -> Group:
 @_torch.at_trace_time
 def group_name(group: GroupLike) -> str:
     """The name by which ops refer to the group."""
-    if resolvers and (found := resolvers[-1](group)) is not None:
-        return found
+    if resolvers and (name := resolvers[-1](group)) is not None:
+        return name
     if isinstance(group, str):
         return group
     if not dist.is_initialized():
@@ -158,32 +158,25 @@ def group_rank(name: str) -> int:
     return by_name(name).rank
 
 
-#: What a program that asks for its rank is given instead, where a check asks for all ranks at once.
-rank_answers: list[Callable[[str], Any]] = []
-
-
 @_torch.at_trace_time
 def rank_asked(name: str) -> Any:
-    return rank_answers[-1](name) if rank_answers else by_name(name).rank
+    """The rank that a program is told; replaced where one run stands for several ranks."""
+    return by_name(name).rank
 
 
 def rank_here(name: str) -> Any:
     """This rank's place in the group: an int, in a batched simulation a tensor of each rank's."""
-    return stacked_index("rank", name) if is_stacked_group(name) else rank_asked(name)
+    return torch.ops.fcoll_simulation.rank(name) if is_stacked_group(name) else rank_asked(name)
 
 
 def size_here(name: str) -> Any:
     """The size of this rank's group, in a batched simulation a tensor too."""
-    return stacked_index("size", name) if is_stacked_group(name) else group_size(name)
+    return torch.ops.fcoll_simulation.size(name) if is_stacked_group(name) else group_size(name)
 
 
 @_torch.at_trace_time
 def is_stacked_group(name: str) -> bool:
     return name in stacked_groups
-
-
-def stacked_index(which: str, name: str) -> Any:
-    return getattr(torch.ops.fcoll_simulation, which)(name)
 
 
 @_torch.at_trace_time

@@ -19,7 +19,7 @@ PREMUL_SUM = "premul_sum"
 @dataclass(frozen=True)
 class Reduction:
     """One reduce op: the dtypes it takes, how two parts combine, the op on 0/1 bytes that gives
-    the same truth values, and how one rank's part shares in the gradient (table/shares.py)."""
+    the same truth values, and how one rank's part shares in the gradient (table/reduce.py)."""
 
     name: str
     c10d: dist.ReduceOp.RedOpType

@@ -13,7 +13,7 @@ import torch
 from cases import Case
 from fuzz_calls import Fuzzer, Trial, trial
 
-from fcoll.eager import undispatched
+from fcoll.eager import dispatch
 
 SECONDS = 8.0
 
@@ -59,18 +59,18 @@ def test_silence_and_wrong_values_are_faults(shared2):
 
 def play_without_dtypes(rank: int, trials: list[Trial]) -> list[fuzz_calls.Played]:
     """As if signatures had the tensors' bytes only."""
-    signed = undispatched.signed
+    signed = dispatch.signed
 
     def forgetful(*args):
         made = signed(*args)
         plain = [x.detach().contiguous().view(-1).view(torch.uint8) for x in made.tensors]
         return made._replace(tensors=plain)
 
-    undispatched.signed = forgetful
+    dispatch.signed = forgetful
     try:
         return fuzz_calls.play(rank, trials)
     finally:
-        undispatched.signed = signed
+        dispatch.signed = signed
 
 
 def test_a_word_that_the_signature_lacks_is_noticed(shared2):

@@ -63,7 +63,7 @@ def test_torch_does_not_know_that_it_was_waited_for():
     )
 
 
-@pytest.mark.parametrize("module", ["transport.native.build", "eager.callbacks", "report.advice"])
+@pytest.mark.parametrize("module", ["transport.native.build", "eager.dispatch", "report.advice"])
 def test_any_module_may_be_the_first(module):
     """Also those that import torch, at the end of which they are wanted whole."""
     run(f"import fcoll.{module}, torch\nassert callable(torch.ops.fcoll.all_reduce.default)")

@@ -124,7 +124,7 @@ def test_fcoll_does_not_import_inductor_ext(path):
 
 
 def test_cpp_imports_no_python():
-    """What it asks Python for is handed to it: see fcoll/eager/callbacks.py."""
+    """What it asks Python for is handed to it: see fcoll/eager/dispatch.py."""
     for path in (ROOT / "fcoll").rglob("*.cpp"):
         assert "PyImport_" not in path.read_text(), path
 

@@ -1,1 +1,1 @@
-"""Run: the table as torch ops, the ways of an eager call, results that wait at their first use."""
+"""Run: the table as torch ops, the paths of an eager call, results that wait at their first use."""

@@ -1,7 +1,7 @@
-"""The gate of the public functions: is each argument of a type that a call can be made with?
+"""Type checks of the public functions' arguments, ahead of everything else.
 
-Asked before anything else is done with the arguments. What passes is a plain value: a Tensor, an
-int, a list of ints. Which values are right is the row's check to say, later.
+They return plain values: a Tensor, an int, a list of ints. The values themselves are checked later,
+by the row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tensors(op: str, xs: Any, arg: str = "xs") -> list[Tensor]:
 
 
 def integer(op: str, arg: str, value: Any) -> int:
-    """An int, or what can stand for one: a symbolic size, a NumPy integer, a tensor of one integer.
+    """An int, a symbolic size, a NumPy integer or a tensor of one integer.
 
     >>> integer("broadcast", "src", torch.tensor(1))
     1
@@ -103,20 +103,20 @@ def scaled(name: str, x: Any, op: ReduceOpLike, factor: float | None) -> tuple[A
     return [reductions.scaled(name, y, factor) for y in x], "sum"
 
 
-def transfers(op: str, given: Any) -> list[tuple[str, Tensor, int]]:
+def transfers(op: str, values: Any) -> list[tuple[str, Tensor, int]]:
     """The ("isend", x, dst) and ("irecv", like, src) of a batch."""
-    if not isinstance(given, _LISTS):
+    if not isinstance(values, _LISTS):
         want = 'a list of ("isend", x, dst) and ("irecv", like, src)'
-        fail(WrongType, op=op, arg="transfers", kind=_kind(given), want=want)
-    found = []
-    for i, one in enumerate(given):
+        fail(WrongType, op=op, arg="transfers", kind=_kind(values), want=want)
+    checked = []
+    for i, one in enumerate(values):
         arg = f"transfers[{i}]"
         if not isinstance(one, _LISTS) or len(one) != 3:
             want = '("isend", x, dst) or ("irecv", like, src)'
             fail(WrongType, op=op, arg=arg, kind=_kind(one), want=want)
         kind, x, peer = one
-        found.append((text(op, arg, kind), tensor(op, x, arg), integer(op, arg, peer)))
-    return found
+        checked.append((text(op, arg, kind), tensor(op, x, arg), integer(op, arg, peer)))
+    return checked
 
 
 def dims(op: str, dim: Any, xs: Sequence[Tensor]) -> list[int]:

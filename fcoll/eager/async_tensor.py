@@ -177,7 +177,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def in_flight(x: Tensor, op: str) -> Tensor:
-    """What a user function returns for the op's result: async in eager, waited for in a trace."""
+    """The result of a public function: async in eager, waited for in a trace."""
     if _torch.tracing() or _torch.transforming(x):
         return torch.ops.fcoll.wait_tensor(x)
     if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete

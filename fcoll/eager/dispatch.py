@@ -1,13 +1,13 @@
-"""How an eager call is dispatched: the ways that it can go, and who decides.
+"""Dispatch of eager calls: the paths a call can take, and which code chooses one.
 
 ============  ===========================================  =======================================
-way           when                                         who decides
+path          when                                         chosen by
 ============  ===========================================  =======================================
 traced        Dynamo records the program                   ``start``, by ``is_compiling()``
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
               to have shared memory                        is refused, the extension at the rest
 undispatched  tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
-stacked       tensors of ranks in ``fcoll.simulate``       ``stacked_ways``, asked by ``start``
+stacked       tensors of ranks in ``fcoll.simulate``       ``call_on_stacked``, for ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
               transforms, the profiler
 ============  ===========================================  =======================================
@@ -16,47 +16,52 @@ The fast path is one C++ function for each row that has one (``row.native.fast``
 NotImplemented for what it does not serve, and the call goes on as if it had not been asked. Whether
 a group has shared memory is found out once, at its first collective; ``shared_memory.served`` and
 ``refused`` keep it by name, so that a call on a process group never enters C++.
+
+Undispatched calls go to the row's kernel themselves: of a small collective's time, the dispatcher
+and the Python kernels that it finds for autograd would be nine tenths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch
-from fcoll.eager import undispatched
 from fcoll.eager.async_tensor import in_flight
-from fcoll.eager.ops import function_of
 from fcoll.errors import FcollError, from_native
-from fcoll.groups import GroupLike, group_name, group_size
+from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group
 from fcoll.table.collectives import COLLECTIVES
-from fcoll.table.row import Collective
-from fcoll.transport.shared_memory import refused
+from fcoll.table.row import Collective, signed
+from fcoll.table.stacks import Identity
+from fcoll.transport import shared_memory
+from fcoll.transport.native import build
+from fcoll.transport.protocol import running
 
-#: What a batched simulation adds while it runs: a call on stacked ranks, or NotImplemented.
-stacked_ways: list[Callable[[Collective, tuple[Any, ...]], Any]] = []
+#: The autograd function of each row that has a gradient: ``apply(args, kwargs, *tensors)``.
+autograd_functions: dict[str, Any] = {}
 
 
 def is_refused(group: GroupLike) -> bool:
-    """Is it known that the group has no shared memory? Not of what is no group."""
+    """Is the group known to have no shared memory? False for values that name no group."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name in refused
+        return group.group_name in shared_memory.refused
     try:
-        return group_name(group) in refused
+        return group_name(group) in shared_memory.refused
     except FcollError:
         return False
 
 
 def collective(name: str, group: GroupLike, *args: Any) -> Any:
-    """What a public function returns. The arguments are the schema's in order, but for the group's
-    size and name, which are put where the schema has them."""
+    """Run a public function's collective. The arguments are the schema's in order, without the
+    group's size and name, which are inserted at their positions."""
     row, values = COLLECTIVES[name], list(args)
     known = group_name(group)
     n = group_size(known)
@@ -87,16 +92,19 @@ def start_eager(name: str, *args: Any) -> Any:
     x, row = args[0], COLLECTIVES[name]
     if type(x) is list:
         if x and all(map(_torch.plain, x)):
-            return undispatched.run(row, args)
+            return run(row, args)
     elif _torch.ordinary(x):
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return undispatched.run(row, args)
+            return run(row, args)
         with _torch.single_level_functions():
-            return function_of(name).apply(args, {}, x)[0]
-    for way in stacked_ways:
-        if (out := way(row, args)) is not NotImplemented:
-            return out
-    return getattr(torch.ops.fcoll, name)(*args)
+            return autograd_functions[name].apply(args, {}, x)[0]
+    out = call_on_stacked(row, args)
+    return getattr(torch.ops.fcoll, name)(*args) if out is NotImplemented else out
+
+
+def call_on_stacked(row: Collective, args: tuple[Any, ...]) -> Any:
+    """Replaced by a batched simulation while it runs, for tensors of its stacked ranks."""
+    return NotImplemented
 
 
 def result(name: str, n: int, out: Any) -> Any:
@@ -106,3 +114,81 @@ def result(name: str, n: int, out: Any) -> Any:
     if isinstance(out, Tensor):
         return in_flight(out, name)
     return [in_flight(x, name) for x in out]
+
+
+# -- without the dispatcher ---
+
+
+def run(row: Collective, args: tuple[Any, ...]) -> Any:
+    """Run a call on plain tensors: by its C++ kernel where the group has shared memory."""
+    if row.native.kernel and _in_cpp(row, args):
+        try:
+            return _torch.native_op(row.name)(*args)  # it checks the arguments too
+        except RuntimeError as error:
+            raise from_native(error) from None
+    return check_and_run(row, args, {})
+
+
+def check_and_run(row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The Python kernel of a row."""
+    row.check(*args, **kwargs)
+    before, running.signed = running.signed, lambda: signed(row, args, kwargs)
+    try:
+        return row.run(*args, **kwargs)
+    finally:
+        running.signed = before
+
+
+def _in_cpp(row: Collective, args: tuple[Any, ...]) -> bool:
+    return args[0].is_cpu and args[row.position["group_name"]] in shared_memory.served
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.fcoll.<name>(*args)``, complete: the collectives of backward passes."""
+    row, x = COLLECTIVES[name], args[0]
+    if not is_compiling() and not row.on_lists and _torch.plain(x):
+        return wait(run(row, args))
+    out = getattr(torch.ops.fcoll, name)(*args)
+    return list(map(wait, out)) if row.on_lists else wait(out)
+
+
+def wait(x: Tensor) -> Tensor:
+    """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
+    if is_compiling() or not _torch.plain(x):
+        return torch.ops.fcoll.wait_tensor(x)
+    if build.fast.wait_tensor(x) is x:
+        return x
+    try:
+        _torch.wait_plain(x)
+    except RuntimeError as error:
+        raise from_native(error) from None
+    return x
+
+
+def identity(x: Tensor, group_name: str) -> Tensor:
+    """x itself; its gradient is summed over the group: all_reduce(grad="identity"), and of that the
+    gradient is this."""
+    if is_stacked_group(group_name):
+        return torch.ops.fcoll_simulation.identity(x, group_name)
+    return Identity.apply(x, lambda G: call("all_reduce", G, "sum", group_name, "identity"))
+
+
+# -- callbacks of the C++ fast path: look up a group, wrap a result, translate an error ---
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+def _name_of_mesh(group: Any) -> str | None:
+    """The name of a mesh's group; None if it is not a mesh, which the fast path does not serve."""
+    mesh = group[0] if isinstance(group, tuple) and group else group
+    return group_name(group) if isinstance(mesh, DeviceMesh) else None
+
+
+def _error(message: str) -> Exception:
+    """The Python exception for a C++ error with this message."""
+    return from_native(RuntimeError(message))
+
+
+build.when_loaded(lambda fast: fast.set_callbacks(_world, _name_of_mesh, in_flight, _error))

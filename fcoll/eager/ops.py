@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fcoll import _torch
-from fcoll.eager import undispatched
+from fcoll.eager import dispatch
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name
 from fcoll.plugins import plugin
 from fcoll.table import shapes
-from fcoll.table.collectives import COLLECTIVES, functional_row
+from fcoll.table.collectives import COLLECTIVES, functional_row, single_row
 from fcoll.table.row import Call, Collective
 from fcoll.transport.shared_memory import handle_of
 
@@ -61,7 +61,7 @@ def define(row: Collective) -> None:
 
 
 def _eager_kernel(row: Collective) -> Callable[..., Any]:
-    return lambda *args, **kwargs: undispatched.check_and_run(row, args, kwargs)
+    return lambda *args, **kwargs: dispatch.check_and_run(row, args, kwargs)
 
 
 def _fake_kernel(row: Collective) -> Callable[..., Any]:
@@ -85,13 +85,13 @@ def _fake_kernel(row: Collective) -> Callable[..., Any]:
 
 
 def _value_and_copy(row: Collective) -> Callable[..., Any]:
-    """A row that writes, in a graph of values. What torch makes of such ops by itself is left out
-    where nobody reads what was written, and is none of ops that return it."""
+    """Functionalization of a row that writes: the functional op, then copies into the arguments.
+    torch's own drops the copies where nothing reads them, and rejects ops that return them."""
 
-    def kernel(given: Any, *args: Any, out: Any = None) -> Any:
-        made = op_of(functional_row(row))(given, *args)
-        written = given if out is None else out
-        pairs = zip(written, made, strict=True) if row.on_lists else [(written, made)]
+    def kernel(input: Any, *args: Any, out: Any = None) -> Any:
+        result = op_of(functional_row(row))(input, *args)
+        written = input if out is None else out
+        pairs = zip(written, result, strict=True) if row.on_lists else [(written, result)]
         for target, value in pairs:
             target.copy_(torch.ops.fcoll.wait_tensor(value))
         return written
@@ -128,7 +128,7 @@ def _function(row: Collective) -> Any:
 
     def forward(ctx: Any, args: Any, kwargs: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         if one_in_one_out and not kwargs and _torch.plain(tensors[0]):
-            outs: tuple[Tensor, ...] = (undispatched.run(row, args),)
+            outs: tuple[Tensor, ...] = (dispatch.run(row, args),)
         else:
             # grad mode on: under torch.func.grad the levels outside this one differentiate too
             with torch.enable_grad(), _torch.below_autograd():
@@ -146,36 +146,28 @@ def _function(row: Collective) -> Any:
         # Where nothing was saved, nothing is read: a second backward finds it freed.
         saved = ctx.saved_tensors if ctx.needed else ()
         xs, ys = saved[: len(grads)], saved[len(grads) :]
-        ys = list(map(undispatched.wait, ys))
+        ys = list(map(dispatch.wait, ys))
         call = Call(
             op=row.name,
             functional=row.functional,
             input_shape=ctx.input_shape,
             saved_input=(xs if row.on_lists else xs[0]) if xs else None,
             saved_output=(ys if row.on_lists else ys[0]) if ys else None,
-            call=undispatched.call,
-            identity=partial(undispatched.identity, group_name=ctx.call.get("group_name")),
+            call=dispatch.call,
+            identity=partial(dispatch.identity, group_name=ctx.call.get("group_name")),
             **ctx.call,
         )
         assert row.adjoint is not None
-        found = row.adjoint(list(grads) if row.on_lists else grads[0], call)
-        return (None, None, *(found if row.on_lists else [found]))
+        grad_inputs = row.adjoint(list(grads) if row.on_lists else grads[0], call)
+        return (None, None, *(grad_inputs if row.on_lists else [grad_inputs]))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(f"fcoll_{row.name}_", (_torch.SingleLevelFunction,), methods)
 
 
-_functions: dict[str, Any] = {}
-
-
-def function_of(name: str) -> Any:
-    """The autograd function of a row that has a gradient."""
-    return _functions[name]
-
-
 def _autograd_kernel(row: Collective) -> Callable[..., Any]:
     """Not torch.library.register_autograd, which torch.func.grad cannot differentiate."""
-    function = _functions[row.name] = _function(row)
+    function = dispatch.autograd_functions[row.name] = _function(row)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -197,7 +189,7 @@ def _autograd_kernel(row: Collective) -> Callable[..., Any]:
 
 def _vmap(row: Collective) -> Callable[..., Any]:
     """The mapped dim goes last: the dims that collectives name count from the front."""
-    keeps_shape = row.shape in (shapes.same, shapes.same_each)
+    keeps_shape = single_row(row).shape is shapes.same
     out_dim = None if row.shape is shapes.nothing else -1
 
     def behind(x: Tensor, in_dim: int | None) -> Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch as fcoll_torch
-from fcoll.eager import dispatch, undispatched
+from fcoll.eager import dispatch
 from fcoll.eager.async_tensor import AsyncCollectiveTensor
 from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
@@ -114,7 +114,7 @@ class Timers:
             self._ops(stack)
             stack.callback(self._patches.undo)
             self._patches.wrap(dispatch, "start_eager", self._of_start)
-            self._patches.wrap(undispatched, "run", self._of_run)
+            self._patches.wrap(dispatch, "run", self._of_run)
             for kind in (dist.Work, SimulatedWork):
                 self._patches.wrap(kind, "wait", self._work_waits)
             for op in c10d.OPS.values():  # on simulated ranks no op of c10d is called

@@ -50,12 +50,12 @@ def signature() -> Any:
     its row, shapes, dtypes and arguments, and how people read them."""
     if running.signed is None:
         return None
-    made = running.signed()
-    own = made.facts.own_dim
-    shapes = [tuple(-1 if d == own else s for d, s in enumerate(x.shape)) for x in made.tensors]
-    dtypes = [str(x.dtype) for x in made.tensors]
-    shown = f"{made.row} of {', '.join(map(str, shapes))}"
-    return made.row, tuple(shapes), tuple(dtypes), made.facts, tuple(made.more), shown
+    call = running.signed()
+    own = call.facts.own_dim
+    shapes = [tuple(-1 if d == own else s for d, s in enumerate(x.shape)) for x in call.tensors]
+    dtypes = [str(x.dtype) for x in call.tensors]
+    shown = f"{call.row} of {', '.join(map(str, shapes))}"
+    return call.row, tuple(shapes), tuple(dtypes), call.facts, tuple(call.more), shown
 
 
 def sizes(tensors: Sequence[Tensor]) -> tuple[str, ...]:

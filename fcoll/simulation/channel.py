@@ -112,9 +112,9 @@ def carry_out(op: str, parts: list[Part], arithmetic: Any = reductions) -> None:
     if not tensors or any(map(_torch.has_no_data, tensors)):
         return
     first, outs = parts[0], [p.outs for p in parts]
-    route, given = op.removesuffix("_coalesced"), [p.ins for p in parts]
+    route, sent = op.removesuffix("_coalesced"), [p.ins for p in parts]
     with torch.no_grad(), _torch.unseen():
-        arrived = received(route, given, first.reduce_op, first.root, outs, arithmetic.fold)
+        arrived = received(route, sent, first.reduce_op, first.root, outs, arithmetic.fold)
         for mine, pieces in zip(outs, arrived, strict=True):
             for out, x in zip(mine, pieces, strict=False):  # of a reduction to one rank, no pieces
                 _put(out, x.detach())
@@ -161,12 +161,12 @@ class Channel:
             return None
         last = max(works, key=lambda r: works[r].rank.clock)
         call: Call = works[first].call
-        made = CollectiveTimeout(
+        error = CollectiveTimeout(
             message=f"{self.rank_name(first)} waited {self.timeout_s:g} s in {call} for "
             f"{self.rank_name(last)}, which came after {waited:g} s"
         )
-        made.rank = last
-        return made
+        error.rank = last
+        return error
 
     def die(self, number: int) -> None:
         """A rank was killed: those that wait for it are told, and all that call later."""
@@ -177,6 +177,6 @@ class Channel:
 
     def died(self) -> FcollError:
         who = min(self.dead)
-        made = PeerDied(message=f'{self.rank_name(who)} of "{self.label}" died')
-        made.rank = who
-        return made
+        error = PeerDied(message=f'{self.rank_name(who)} of "{self.label}" died')
+        error.rank = who
+        return error

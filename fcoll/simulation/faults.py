@@ -66,11 +66,11 @@ def random(world_size: int, seed: int, count: int = 1, calls: int = 20) -> tuple
     True
     """
     chosen = _random.Random(seed)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for _ in range(count):
         rank, at = chosen.randrange(world_size), chosen.randint(1, calls)
         other = (rank + chosen.randint(1, max(1, world_size - 1))) % world_size
         seconds = round(chosen.uniform(0.0, 10.0), 3)
         kinds = Kill(rank, at), Delay(rank, seconds, at), Drop(rank, other, at)
-        found.append(chosen.choice((*kinds, Reorder(rank, other, at))))
-    return tuple(found)
+        faults.append(chosen.choice((*kinds, Reorder(rank, other, at))))
+    return tuple(faults)

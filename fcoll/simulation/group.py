@@ -36,6 +36,7 @@ from fcoll.transport.protocol import Then
 
 # what the ranks of a group to be wait for one another in
 MAKE_GROUPS = ("new_group", "init_process_group", "split_group")
+TO_ONE = ("reduce", "gather")  # ops whose root receives
 
 
 class NoBackend:
@@ -45,6 +46,15 @@ class NoBackend:
 
     def name(self) -> str:
         return "simulated"
+
+
+def _in_place(op: str, options: Callable[[], Any]) -> Any:
+    """The method of a collective that writes to the tensors that it sends."""
+
+    def method(self: SimulatedGroup, tensors: Any, opts: Any = None) -> SimulatedWork:
+        return self._collective(op, tensors, tensors, sizes(tensors), opts or options())
+
+    return method
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -190,88 +200,72 @@ class SimulatedGroup(dist.ProcessGroup):
         if not 0 <= rank < self.n:
             raise RankOutOfGroup(op=op, arg=arg, rank=rank, n=self.n, last=self.n - 1)
 
-    # -- collectives that reduce ---
+    # -- collectives: a method has the first of an op's names in the table (c10d.py) ---
 
-    def _reducing(self, op: str, ins: list, outs: list, opts: Any, facts: Any) -> SimulatedWork:
-        name = parse(op, opts.reduceOp)
-        reduce_op = name
-        if name == PREMUL_SUM:
+    def _collective(
+        self, op: str, ins: Any, outs: Any, facts: Sequence[str], opts: Any = None
+    ) -> SimulatedWork:
+        """Start a collective with c10d's options, which may have a root and a reduce op."""
+        ins, reduce_op, root = _plain(ins), "", getattr(opts, "rootRank", -1)
+        if root != -1:
+            facts = f"{'to' if op in TO_ONE else 'from'} rank {root}", *facts
+        if hasattr(opts, "reduceOp"):
+            reduce_op = parse(op, opts.reduceOp)
+            facts = reduce_op, *facts
+        if reduce_op == PREMUL_SUM:
             factor = premul_factor(op, opts.reduceOp, None)
             assert factor is not None  # or it would have raised
             scaled = self.owner.session.arithmetic.scaled
             ins, reduce_op = [scaled(op, x.detach(), factor) for x in ins], "sum"
-        root = getattr(opts, "rootRank", -1) if op == "reduce" else -1
-        facts = (name, *((f"to rank {root}",) if op == "reduce" else ()), *facts)
-        return self.start(op, facts, Part(ins, outs, reduce_op, root))
+        return self.start(op, facts, Part(ins, _plain(outs), reduce_op, root))
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        xs = _plain(tensors)
-        return self._reducing("all_reduce", xs, xs, opts or dist.AllreduceOptions(), sizes(xs))
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        xs = _plain(tensors)
-        opts = opts or dist.AllreduceCoalescedOptions()
-        return self._reducing("all_reduce_coalesced", xs, xs, opts, sizes(xs))
-
-    def reduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        xs = _plain(tensors)
-        return self._reducing("reduce", xs, xs, opts or dist.ReduceOptions(), sizes(xs))
+    allreduce = _in_place("all_reduce", dist.AllreduceOptions)
+    allreduce_coalesced = _in_place("all_reduce_coalesced", dist.AllreduceCoalescedOptions)
+    reduce = _in_place("reduce", dist.ReduceOptions)
+    broadcast = _in_place("broadcast", dist.BroadcastOptions)
 
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        outs, ins = _plain(outs), [x for xs in ins for x in _plain(xs)]
+        ins = [x for xs in ins for x in xs]
         _count("reduce_scatter", ins, len(outs) * self.n)
         opts = opts or dist.ReduceScatterOptions()
-        return self._reducing("reduce_scatter", ins, outs, opts, dtypes(ins))
+        return self._collective("reduce_scatter", ins, outs, dtypes(ins), opts)
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter([out], [self._chunks("reduce_scatter", x, out)], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
+    def reduce_scatter_tensor_coalesced(
         self, outs: Any, ins: Any, opts: Any = None
     ) -> SimulatedWork:
         op, opts = "reduce_scatter_coalesced", opts or dist.ReduceScatterOptions()
         parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, x, o)]
-        return self._reducing(op, parts, _plain(outs), opts, sizes(ins))
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # -- collectives that move ---
+        return self._collective(op, parts, outs, sizes(ins), opts)
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        ins, outs = _plain(ins), [x for xs in outs for x in _plain(xs)]
+        outs = [x for xs in outs for x in xs]
         _count("all_gather", outs, len(ins) * self.n)
-        return self.start("all_gather", dtypes(ins), Part(ins, outs))
+        return self._collective("all_gather", ins, outs, dtypes(ins))
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
+    def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
         return self.allgather([self._chunks("all_gather", out, x)], [x])
 
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
+    def allgather_into_tensor_coalesced(
+        self, outs: Any, ins: Any, opts: Any = None
+    ) -> SimulatedWork:
         op = "all_gather_coalesced"
         parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, o, x)]
-        return self.start(op, sizes(ins), Part(_plain(ins), parts))
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+        return self._collective(op, ins, parts, sizes(ins))
 
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
         """``outs[r]`` are where rank r's tensors go."""
-        ins = _plain(ins)
         where = [outs[r][i] for i in range(len(ins)) for r in range(self.n)]
-        return self.start("all_gather_coalesced", sizes(ins), Part(ins, _plain(where)))
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> SimulatedWork:
-        xs, root = _plain(tensors), 0 if opts is None else opts.rootRank
-        return self.start("broadcast", (f"from rank {root}", *sizes(xs)), Part(xs, xs, root=root))
+        return self._collective("all_gather_coalesced", ins, where, sizes(ins))
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
         for xs in (outs, ins):
             _count("all_to_all", xs, self.n)
-        return self.start("all_to_all", dtypes(ins), Part(_plain(ins), _plain(outs)))
+        return self._collective("all_to_all", ins, outs, dtypes(ins))
 
-    def all_to_all_single(
+    def alltoall_base(
         self,
         out: Tensor,
         x: Tensor,
@@ -282,15 +276,12 @@ class SimulatedGroup(dist.ProcessGroup):
         ins, outs = self._split(x, in_splits, "input"), self._split(out, out_splits, "output")
         return self.alltoall(outs, ins)
 
-    alltoall_base = all_to_all_single
-
     def gather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        root = 0 if opts is None else opts.rootRank
-        where = _plain(outs[0]) if outs else []
-        if self.me == root:
+        opts = opts or dist.GatherOptions()
+        where = outs[0] if outs else []
+        if self.me == opts.rootRank:
             _count("gather", where, self.n)
-        facts = f"to rank {root}", *dtypes(ins)
-        return self.start("gather", facts, Part(_plain(ins), where, root=root))
+        return self._collective("gather", ins, where, dtypes(ins), opts)
 
     def gather_single(self, out: Any, x: Any, opts: Any = None) -> SimulatedWork:
         """dist.gather_single, from torch 2.14 on; elsewhere than on the root, out is empty."""
@@ -298,12 +289,11 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.gather([parts], [x], opts)
 
     def scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        root = 0 if opts is None else opts.rootRank
-        parts = _plain(ins[0]) if ins else []
-        if self.me == root:
+        opts = opts or dist.ScatterOptions()
+        parts = ins[0] if ins else []
+        if self.me == opts.rootRank:
             _count("scatter", parts, self.n)
-        facts = f"from rank {root}", *dtypes(outs)
-        return self.start("scatter", facts, Part(parts, _plain(outs), root=root))
+        return self._collective("scatter", parts, outs, dtypes(outs), opts)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         work = self.start("barrier", (), Part())
@@ -312,8 +302,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return work
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        given = timeout if timeout != _torch.DEFAULT_TIMEOUT else None
-        self.start("monitored_barrier", (), Part()).wait(given)
+        patience = timeout if timeout != _torch.DEFAULT_TIMEOUT else None
+        self.start("monitored_barrier", (), Part()).wait(patience)
 
     # -- messages ---
 
@@ -376,9 +366,9 @@ def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..
 
 
 for _op in OPS.values():
+    _method = vars(SimulatedGroup)[_op.methods[0]]
     for _name in _op.methods:  # newer versions of torch have other names
-        _made = _or_traced(_name, _op.methods[0], vars(SimulatedGroup)[_name])
-        setattr(SimulatedGroup, _name, _made)
+        setattr(SimulatedGroup, _name, _or_traced(_name, _op.methods[0], _method))
 
 
 def _plain(tensors: Any) -> list[Tensor]:

@@ -109,12 +109,12 @@ class Mailbox:
         for earlier in self.receives[: self.receives.index(receive)]:
             if earlier.me == receive.me and earlier.tag == receive.tag and earlier.peer == ANY:
                 return []  # it may want the same
-        found: dict[int, Message] = {}
+        earliest: dict[int, Message] = {}
         for send in self.sends:
             fits = send.peer == receive.me and send.tag == receive.tag and not send.held
-            if fits and receive.peer in (ANY, send.me) and send.me not in found:
-                found[send.me] = send
-        return sorted(found.values(), key=lambda send: send.at)
+            if fits and receive.peer in (ANY, send.me) and send.me not in earliest:
+                earliest[send.me] = send
+        return sorted(earliest.values(), key=lambda send: send.at)
 
     def meet(self, send: Message, receive: Message) -> None:
         self.sends.remove(send)
@@ -151,9 +151,9 @@ class Mailbox:
             f"{send.work.call.line}, which expects {amount(receive.buf)}, at "
             f"{receive.work.call.line}"
         )
-        made = CollectiveMismatch(message=message)
-        made.rank = send.me
-        return made
+        error = CollectiveMismatch(message=message)
+        error.rank = send.me
+        return error
 
     def _withdraw(self, message: Message, error: FcollError) -> None:
         self._forget(message)

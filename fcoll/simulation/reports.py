@@ -23,9 +23,9 @@ def deadlock(ranks: Sequence[Rank], killed: Collection[int], notes: Sequence[str
         lines.append(f"  and {len(ranks) - SHOWN} more ranks")
     lines += [f"  fault: {note}" for note in notes]
     around = f"\nIn a circle: {' -> '.join(f'rank {r}' for r in circle)}." if circle else ""
-    made = Deadlock(message="no rank can go on:\n" + "\n".join(lines) + around)
-    made.ranks = tuple(circle[:-1] or waits_for)
-    return made
+    error = Deadlock(message="no rank can go on:\n" + "\n".join(lines) + around)
+    error.ranks = tuple(circle[:-1] or waits_for)
+    return error
 
 
 def _line(rank: Rank, killed: Collection[int]) -> str:

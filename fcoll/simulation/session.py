@@ -71,9 +71,9 @@ class Session:
         key = name, ranks, times
         if key not in self.channels:
             seconds = timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
-            made = Channel(name, label, ranks, seconds)
-            made.dead.update(ranks.index(r) for r in self.killed if r in ranks)
-            self.channels[key] = made, Mailbox(made, self)
+            channel = Channel(name, label, ranks, seconds)
+            channel.dead.update(ranks.index(r) for r in self.killed if r in ranks)
+            self.channels[key] = channel, Mailbox(channel, self)
         return self.channels[key]
 
     def name_group(self, me: Rank, name: str, ranks: tuple[int, ...]) -> None:
@@ -81,10 +81,10 @@ class Session:
         Names are numbers of groups that a rank has made: groups that share one would mix up their
         members, unless each is of one rank, which looks for nobody."""
         line = show(*user_sites()) or "?"
-        made = ranks, me.number, f"rank {me.number} makes a group of {list(ranks)}, at {line}"
-        first = self._named.setdefault((name, me.world.inits), made)
+        named = ranks, me.number, f"rank {me.number} makes a group of {list(ranks)}, at {line}"
+        first = self._named.setdefault((name, me.world.inits), named)
         if first[0] != ranks and max(len(first[0]), len(ranks)) > 1:
-            message = f"{first[2]}, where {made[2]}: both would have the same name."
+            message = f"{first[2]}, where {named[2]}: both would have the same name."
             error = GroupMismatch(message=f"{message} {GroupMismatch.hint}")
             error.ranks = first[1], me.number
             raise error

@@ -68,11 +68,11 @@ class SimulatedStore(dist.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         _race()
-        found = all(key in self.values for key in keys)
+        has_all = all(key in self.values for key in keys)
         me = this_rank()
-        if not found and me is not None:
+        if not has_all and me is not None:
             me.session.poll(me, Keys(self.values, keys))
-        return found
+        return has_all
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         me = this_rank()

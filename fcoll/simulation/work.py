@@ -54,8 +54,8 @@ class SimulatedWork(dist.Work):
         return self.done
 
     def missing(self) -> tuple[int, ...]:
-        found = self.missing_ranks
-        return tuple(found() if callable(found) else found)
+        missing = self.missing_ranks
+        return tuple(missing() if callable(missing) else missing)
 
     def registered_for(self, out: Tensor) -> None:
         """C++ has the work in its registry, under this tensor."""
@@ -190,9 +190,9 @@ def _wait_for_all(me: Rank, done: Callable[[], bool]) -> None:
 
 def _again(error: FcollError) -> FcollError:
     """The error as a new object: each rank and each wait has a traceback of its own."""
-    made = type(error)(*error.args)
-    made.__dict__.update(error.__dict__)
-    return made
+    copy = type(error)(*error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def _foreign(work: SimulatedWork) -> Rank:

@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
     @property
     def from_anyone(self) -> bool:
-        """Is it received from whoever sends: only who has the messages at hand can say whom?"""
+        """Is it a receive from any source? Only the carrier knows the sender then."""
         return self.row == "irecv" and self.args[1] == ANY
 
     def copies(self, results: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -111,7 +111,7 @@ class Op:
         return named
 
     def returned(self, args: Sequence[Any]) -> Any:
-        """What a call returns that is complete: tensors, a handle or both."""
+        """The return value of a completed call: tensors, a handle or both."""
         work = completed_work() if self._returns else None
         return (args[0], work) if self._returns == 2 else work
 
@@ -290,8 +290,8 @@ def alltoall_base_(
     input_split_sizes: Sequence[int], async_op: bool = True, timeout: int = -1,
 ) -> Message:  # fmt: skip
     name, n = process_group
-    given = (output, output_split_sizes), (input, input_split_sizes)
-    splits = [list(sizes or [x.shape[0] // n] * n) for x, sizes in given]
+    sides = (output, output_split_sizes), (input, input_split_sizes)
+    splits = [list(sizes or [x.shape[0] // n] * n) for x, sizes in sides]
     return Message("all_to_all_single", (input, *splits, name), [[output]])
 
 

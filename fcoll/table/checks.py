@@ -66,7 +66,7 @@ def listed(sizes: Sequence[int]) -> str:
 
 
 def complaint(sizes: Sequence[int], n: int, total: int | None) -> str:
-    """What is wrong with n sizes that should add up to total; empty if nothing is."""
+    """The error in n sizes that should add up to total; empty if there is none."""
     if len(sizes) != n:
         return f"there are {len(sizes)} of them"
     for s in sizes:

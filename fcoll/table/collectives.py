@@ -1,8 +1,8 @@
 """The table: one row a collective, and everything else is derived from it.
 
 Kernels, gradients, vmap, prices, traces, checks and lowerings come from the rows. A family file
-(reduce, gather, exchange, p2p, writing) holds all that is to be known of its collectives; what
-users add comes through ``fcoll.register``.
+(reduce, gather, exchange, p2p) holds all that is to be known of its collectives; their forms on
+lists and in place are in lists and writing; what users add comes through ``fcoll.register``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fcoll import _torch
-from fcoll.table import exchange, gather, p2p, reduce, writing
+from fcoll.table import exchange, gather, lists, p2p, reduce, writing
 from fcoll.table.row import Collective
 
 COLLECTIVES: dict[str, Collective] = {}
@@ -23,7 +23,7 @@ def add(row: Collective) -> None:
     _BY_TARGET.update(dict.fromkeys((f"fcoll::{row.name}", *row.targets), row))
 
 
-for _family in (reduce, gather, exchange, p2p, writing):
+for _family in (reduce, gather, exchange, p2p, lists, writing):
     for _row in _family.ROWS:
         add(_row)
 
@@ -55,5 +55,5 @@ def single_row(row: Collective) -> Collective:
     >>> single_row(COLLECTIVES["all_reduce_coalesced_"]).name
     'all_reduce'
     """
-    made = functional_row(row)
-    return COLLECTIVES[made.single] if made.single else made
+    functional = functional_row(row)
+    return COLLECTIVES[functional.single] if functional.single else functional

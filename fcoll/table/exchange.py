@@ -15,7 +15,7 @@ from fcoll.errors import BadPermutation, BadSplits, fail
 from fcoll.groups import by_name, check_device, group_rank, group_size
 from fcoll.table import pieces, stacks, wire
 from fcoll.table.checks import check_dim, check_divisible, complaint, listed, shown
-from fcoll.table.layout import chunks, concat, copied, flat
+from fcoll.table.layout import chunks, concat, flat
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Shape, Sizes, declare, torch_ops
 from fcoll.table.shapes import same
@@ -53,11 +53,11 @@ def check_even_splits(
     """Without splits, dim 0 must divide; one of the two alone is a mistake."""
     op = "all_to_all_single"
     n = group_size(group_name)
-    for given, missing in (("input_splits", output_splits), ("output_splits", input_splits)):
-        other = input_splits if given == "input_splits" else output_splits
+    for arg, missing in (("input_splits", output_splits), ("output_splits", input_splits)):
+        other = input_splits if arg == "input_splits" else output_splits
         if missing is None and other is not None:
             why = "the other one is missing"
-            fail(BadSplits, op=op, arg=given, splits=listed(other), why=why, n=n)
+            fail(BadSplits, op=op, arg=arg, splits=listed(other), why=why, n=n)
     check_dim(op, x, 0)
     check_divisible(op, x, 0, group_name, "output_splits= and input_splits=")
 
@@ -158,7 +158,7 @@ def _shard_dim_shape(input: Tensor, gather_dim: int, shard_dim: int, group_name:
 def _run_shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_name: str) -> Tensor:
     g = by_name(group_name)
     if g.n == 1 or gather_dim == shard_dim:  # it is sharded so already
-        return copied(input)
+        return input.clone(memory_format=torch.contiguous_format)
     sent = chunks(input, shard_dim, g.n, None)
     shape = list(sent.shape[1:])
     shape[gather_dim] *= g.n
@@ -177,7 +177,7 @@ def _shard_dim_adjoint(grad: Tensor, a: Call) -> Tensor:
 @stacks.moved
 def _stacked_shard_dim_alltoall(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args["gather_dim"] == args["shard_dim"]:
-        return copied(x_W)
+        return x_W.clone(memory_format=torch.contiguous_format)
     return _resharded(x_W, args["gather_dim"], args["shard_dim"], groups)
 
 

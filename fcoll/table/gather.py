@@ -1,10 +1,10 @@
-"""Collectives that copy parts between ranks unchanged: all_gather_into_tensor (also on lists),
-gather, scatter and broadcast."""
+"""Collectives that copy parts between ranks unchanged: all_gather_into_tensor, gather, scatter and
+broadcast."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,20 +12,11 @@ from torch import Tensor
 
 from fcoll.groups import by_name, check_device
 from fcoll.table import pieces, stacks, wire
-from fcoll.table.checks import check_gathers, check_list, check_rank, check_scatters
-from fcoll.table.layout import (
-    by_dtype,
-    concat,
-    contiguous_parts,
-    copied,
-    flat,
-    issue_list,
-    padded,
-    resized,
-)
+from fcoll.table.checks import check_gathers, check_rank, check_scatters
+from fcoll.table.layout import concat, contiguous_parts, flat, padded, resized
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Native, Sizes, declare, torch_ops
-from fcoll.table.shapes import gathered, gathered_each, same, scattered, with_dims
+from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
+from fcoll.table.shapes import gathered, same, scattered
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
 
@@ -60,7 +51,7 @@ def run_all_gather(
 
 def _all_gather_adjoint(grad: Tensor, a: Call) -> Tensor:
     scatter = ("reduce_scatter_tensor", grad, "sum", a.group_size, a.group_name, a.dim, a.sizes)
-    return a.call(*scatter).reshape(a.input_shape)
+    return each(Tensor.reshape, a.call(*scatter), a.input_shape)
 
 
 def _transposed_all_gather(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
@@ -215,14 +206,16 @@ SCATTER = declare(
 # -- broadcast ---
 
 
-def check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
+def _check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
     check_device(op, input.device.type, group_name)
     check_rank(op, "src", src, group_name)
 
 
 def _run_broadcast(input: Tensor, src: int, group_name: str) -> Tensor:
     g = by_name(group_name)
-    out = copied(input) if g.rank == src else input.new_empty(input.shape)
+    out = input.new_empty(input.shape)
+    if g.rank == src:
+        out.copy_(input)
     if g.n == 1:
         return out
     return issued(out, carrier_of(g, out.device).broadcast_(out, src, g))
@@ -251,7 +244,7 @@ def _uneven_broadcast(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Tens
 BROADCAST = declare(
     "broadcast",
     "(Tensor input, int src, str group_name) -> Tensor",
-    check=check_broadcast,
+    check=_check_broadcast,
     shape=same,
     run=_run_broadcast,
     adjoint=_broadcast_adjoint,
@@ -265,70 +258,4 @@ BROADCAST = declare(
     native=Native(kernel=True, fast=("x", "src", "group")),
 )
 
-
-# -- all_gather_into_tensor_coalesced ---
-
-
-def _check_all_gather_coalesced(
-    op: str, inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
-) -> None:
-    check_list(op, inputs, dims)
-    for x, dim in with_dims(inputs, dims):
-        check_gathers(op, x, group_size, group_name, dim)
-
-
-def _run_all_gather_coalesced(
-    inputs: Sequence[Tensor], group_name: str, dims: Sizes = None
-) -> list[Tensor]:
-    g = by_name(group_name)
-    shapes = gathered_each(inputs, g.n, dims)
-    outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
-    ranks_at = [dim for _, dim in with_dims(inputs, dims)]
-    for same_dtype in by_dtype(inputs):
-        packed = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
-        parts = packed.new_empty((g.n, *packed.shape))
-        work = None
-        if g.n == 1:
-            parts.copy_(packed)
-        else:
-            work = carrier_of(g, packed.device).all_gather(parts, packed, g)
-        columns = parts.split([inputs[i].numel() for i in same_dtype], 1)
-        sources = []
-        for i, column in zip(same_dtype, columns, strict=True):
-            shape = list(inputs[i].shape) or [1]
-            # [n, *shape] with the ranks moved in front of the gathered dim, as out is laid out
-            sources.append(column.reshape(g.n, *shape).movedim(0, ranks_at[i]))
-        issue_list([outs[i] for i in same_dtype], sources, work, None)
-    return outs
-
-
-def _all_gather_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
-    scatter = "reduce_scatter_tensor_coalesced"
-    back = a.call(scatter, grads, "sum", a.group_size, a.group_name, a.dims)
-    return [x.reshape(shape) for x, shape in zip(back, a.input_shape, strict=True)]
-
-
-ALL_GATHER_INTO_TENSOR_COALESCED = declare(
-    "all_gather_into_tensor_coalesced",
-    "(Tensor[] inputs, int group_size, str group_name, int[]? dims=None) -> Tensor[]",
-    check=_check_all_gather_coalesced,
-    shape=gathered_each,
-    run=_run_all_gather_coalesced,
-    adjoint=_all_gather_coalesced_adjoint,
-    stacked=stacks.each(_stacked_all_gather_into_tensor),
-    wire_bytes=wire.ring,
-    steps=wire.n_minus_1,
-    replicates=True,
-    single="all_gather_into_tensor",
-    targets=torch_ops("all_gather_into_tensor_coalesced"),
-    contiguous=True,
-    native=Native(fast=("xs", "group", "dim")),
-)
-
-ROWS = (
-    ALL_GATHER_INTO_TENSOR,
-    GATHER,
-    SCATTER,
-    BROADCAST,
-    ALL_GATHER_INTO_TENSOR_COALESCED,
-)
+ROWS = (ALL_GATHER_INTO_TENSOR, GATHER, SCATTER, BROADCAST)

@@ -1,4 +1,4 @@
-"""How tensors are copied, cut, padded and joined for the wire.
+"""How tensors are cut, padded and joined for the wire.
 
 Results are always contiguous. What is filled in at the wait is written through ``.data``: a result
 that autograd has saved must not look modified since.
@@ -10,15 +10,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.table.row import Sizes
-from fcoll.transport.protocol import Finish, Then, issued
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -56,36 +50,3 @@ def concat(out: Tensor, parts: Sequence[Tensor] | Tensor, dim: int, sizes: Seque
     """Fill out with the parts along dim; what they are padded with is left out."""
     for section, part in zip(out.data.split(list(sizes), dim), parts, strict=True):
         section.copy_(part.narrow(dim, 0, section.shape[dim]))
-
-
-# -- lists: one message for all tensors of a dtype ---
-
-
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The positions of the tensors of each dtype, in the order of first appearance."""
-    same: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(tensors):
-        same.setdefault(x.dtype, []).append(i)
-    return list(same.values())
-
-
-def issue_list(
-    outs: Sequence[Tensor],
-    parts: Sequence[Tensor],
-    work: dist.Work | None,
-    finish: Finish | None,
-) -> None:
-    """One work for many results: the first that is waited for fills them all."""
-
-    def fill() -> None:
-        if finish:
-            finish()
-        for out, part in zip(outs, parts, strict=True):
-            out.data.copy_(part.reshape(out.shape))
-
-    if work is None:
-        fill()
-        return
-    done = Then([work], fill)
-    for out in outs:
-        issued(out, done)

@@ -44,13 +44,13 @@ class Partition:
         """Checked: every rank 0 to W - 1 is in just one group."""
         if isinstance(groups, Partition):
             return groups
-        made = tuple(tuple(int(r) for r in ranks) for ranks in groups)
-        listed = sorted(r for ranks in made for r in ranks)
+        members = tuple(tuple(int(r) for r in ranks) for ranks in groups)
+        listed = sorted(r for ranks in members for r in ranks)
         size = len(listed) if world is None else world
-        if not made or listed != list(range(size)) or not all(made):
+        if not members or listed != list(range(size)) or not all(members):
             hint = f"Every rank 0 to {size - 1} must be in one of them, once. "
-            raise UnknownGroup(group=[list(g) for g in made], hint=hint)
-        return cls(made)
+            raise UnknownGroup(group=[list(g) for g in members], hint=hint)
+        return cls(members)
 
     @classmethod
     def whole(cls, world: int) -> Partition:
@@ -111,21 +111,21 @@ class Partition:
         sizes: dict[int, list[tuple[int, ...]]] = {}
         for g in self.groups:
             sizes.setdefault(len(g), []).append(g)
-        found = []
+        partitions = []
         for groups in sizes.values():
             ranks = sorted(r for g in groups for r in g)
             place = {r: i for i, r in enumerate(ranks)}
-            found.append((ranks, Partition(tuple(tuple(place[r] for r in g) for g in groups))))
-        return found
+            partitions.append((ranks, Partition(tuple(tuple(place[r] for r in g) for g in groups))))
+        return partitions
 
     @cached_property
     def rank_in_group(self) -> list[int]:
         """By global rank."""
-        found = [0] * self.world
+        group_of = [0] * self.world
         for g in self.groups:
             for i, r in enumerate(g):
-                found[r] = i
-        return found
+                group_of[r] = i
+        return group_of
 
     # -- stacked tensors, cut by even groups ---
 

@@ -1,5 +1,5 @@
-"""What a collective means on several ranks whose tensors have any sizes: a rule on lists, beside
-the rows' ``stacked`` rules for even ones.
+"""The semantics of collectives on ranks whose tensors have any sizes: a rule on lists, beside the
+rows' ``stacked`` rules for even ones.
 
 Each rank of a group gives pieces and gets pieces. ``ROUTES`` says of each of the few ways in which
 pieces go around what every piece that arrives is made of. How a row cuts its tensors into pieces,
@@ -48,20 +48,20 @@ class Misfit(Exception):
 
 def received(
     route: str,
-    given: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Sequence[Tensor]],
     reduce_op: str = "",
     root: int = -1,
     outs: Sequence[Sequence[Tensor]] | None = None,
     fold: Fold = fold,
 ) -> list[list[Tensor]]:
-    """What each rank gets of what each gives: pieces as they are, or new tensors where they are
-    reduced (by ``fold``), which ranks may share. Misfit unless each is as large as where it goes,
-    in ``outs``.
+    """The pieces that each rank receives: those that were sent or, where they are reduced (by
+    ``fold``), new tensors, which ranks may share. Misfit unless each is as large as its place in
+    ``outs``.
 
     >>> received("all_to_all", [[1, 2], [3, 4]])
     [[1, 3], [2, 4]]
     """
-    n, k = len(given), max(map(len, given))
+    n, k = len(pieces), max(map(len, pieces))
     reduced: dict[Sources, Tensor] = {}
     arrived: list[list[Tensor]] = []
     for to in range(n):
@@ -69,12 +69,12 @@ def received(
         if outs is not None:
             for sources, out in zip(mine, outs[to], strict=False):  # of a reduce, on the root
                 for rank, i in sources:
-                    _check((rank, to), route, given[rank][i], out)
+                    _check((rank, to), route, pieces[rank][i], out)
         for sources in mine:
             if len(sources) > 1 and sources not in reduced:
-                parts = _alike([given[rank][i] for rank, i in sources])
+                parts = _alike([pieces[rank][i] for rank, i in sources])
                 reduced[sources] = fold(REDUCTIONS[reduce_op], parts)
-        arrived.append([reduced[s] if len(s) > 1 else given[s[0][0]][s[0][1]] for s in mine])
+        arrived.append([reduced[s] if len(s) > 1 else pieces[s[0][0]][s[0][1]] for s in mine])
     return arrived
 
 

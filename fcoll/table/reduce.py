@@ -1,32 +1,96 @@
-"""Collectives that reduce: all_reduce and reduce_scatter_tensor, also on lists, and reduce."""
+"""Collectives that reduce: all_reduce, reduce_scatter_tensor and reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fcoll.errors import BadOption, fail
-from fcoll.groups import Group, by_name, check_device
+from fcoll.errors import BadOption, NoGradient, fail
+from fcoll.groups import by_name, check_device, rank_here, size_here
 from fcoll.reductions import REDUCTIONS, check_reduction
 from fcoll.table import pieces, stacks, wire
-from fcoll.table.checks import check_list, check_rank, check_scatters
-from fcoll.table.layout import by_dtype, chunks, copied, issue_list
+from fcoll.table.checks import check_rank, check_scatters
+from fcoll.table.layout import chunks
 from fcoll.table.partition import Partition
-from fcoll.table.row import Call, Native, Sizes, declare, torch_ops
-from fcoll.table.shapes import same, same_each, scattered, scattered_each, with_dims
-from fcoll.table.shares import saves, share, share_each, share_of
+from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
+from fcoll.table.shapes import same, scattered
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import issued
 
 GRADS = ("sum", "identity")
 
+# -- gradients: the share of one rank's part x in the gradient G of the result y, by reduce op ---
+
+# The function differentiated is the global one: every rank has a loss of its own, and a gradient is
+# that of their sum. So the adjoint of a collective is the collective that runs the bytes backwards,
+# and of a reduction each part then takes its share.
+
+
+def _whole(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
+    return G
+
+
+def _mean(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
+    return G / size_here(a.group_name)
+
+
+def _others_product(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
+    # Not y / x, which zeros spoil: the product of all parts but ours. Differentiable again.
+    n, rank = by_name(a.group_name).n, rank_here(a.group_name)
+    parts = a.call("all_gather_into_tensor", x.unsqueeze(0), n, a.group_name)
+    if isinstance(rank, int):
+        others = parts.roll(-rank, 0)[1:]  # ours is first, then left out
+    else:
+        ours = torch.arange(n, device=x.device).view(-1, *[1] * x.dim()) == rank
+        others = parts.masked_fill(ours, 1)
+    return G * others.prod(0).conj()
+
+
+def _tied(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
+    # Parts that tie for the extreme share alike, as torch.amax does.
+    tied = (x == y).to(G.dtype)
+    return G * tied / a.call("all_reduce", tied, "sum", a.group_name)
+
+
+_SHARE: dict[str, Callable[[Tensor, Tensor, Tensor, Call], Tensor]] = {
+    "whole": _whole,
+    "mean": _mean,
+    "others_product": _others_product,
+    "tied": _tied,
+}
+
+
+def _share(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
+    """The gradient of this rank's part x, from the gradient G of the whole result y; or of each in
+    lists of them."""
+    kind = REDUCTIONS[a.reduce_op].share
+    if kind is None:
+        why = "bits do not vary smoothly"
+        raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint="")
+    rule = _SHARE[kind]
+    return each(lambda G, x, y: rule(G, x, y, a), G, x, y)
+
+
+def _share_of(whole: Callable[[Tensor], Tensor], grad: Tensor, a: Call) -> Tensor:
+    """The gradient of this rank's part, where ``whole`` makes of this rank's piece of a result, or
+    of its gradient, all of it."""
+    y = whole(a.saved_output) if a.saved_output is not None else None
+    return _share(whole(grad), a.saved_input, y, a)  # type: ignore[arg-type]
+
+
+def _saves(a: Call) -> tuple[str, ...]:
+    """Whose values the gradient needs."""
+    needed = {"others_product": ("input",), "tied": ("input", "output")}
+    return needed.get(REDUCTIONS[a.reduce_op].share or "", ())
+
+
 # -- all_reduce ---
 
 
-def check_all_reduce(
+def _check_all_reduce(
     op: str, input: Tensor, reduce_op: str, group_name: str, grad: str = "sum"
 ) -> None:
     check_device(op, input.device.type, group_name)
@@ -36,7 +100,7 @@ def check_all_reduce(
 
 
 def _run_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    out = copied(input)
+    out = input.clone(memory_format=torch.contiguous_format)
     g = by_name(group_name)
     if g.n == 1:
         return out
@@ -46,7 +110,7 @@ def _run_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 def _all_reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     summed = a.grad == "sum"
     G = a.call("all_reduce", grad, "sum", a.group_name) if summed else a.identity(grad)
-    return share(G, a.saved_input, a.saved_output, a)
+    return _share(G, a.saved_input, a.saved_output, a)
 
 
 def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
@@ -71,13 +135,13 @@ def _uneven_all_reduce(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Ten
 ALL_REDUCE = declare(
     "all_reduce",
     "(Tensor input, str reduce_op, str group_name, str grad='sum') -> Tensor",
-    check=check_all_reduce,
+    check=_check_all_reduce,
     shape=same,
     run=_run_all_reduce,
     adjoint=_all_reduce_adjoint,
     stacked=_stacked_all_reduce,
     uneven=_uneven_all_reduce,
-    saves=saves,
+    saves=_saves,
     wire_bytes=wire.ring_twice,
     steps=wire.twice_n_minus_1,
     one_shot_bytes=wire.to_each,
@@ -91,7 +155,7 @@ ALL_REDUCE = declare(
 # -- reduce_scatter_tensor ---
 
 
-def check_reduce_scatter(
+def _check_reduce_scatter(
     op: str, input: Tensor, reduce_op: str, group_size: int, group_name: str,
     dim: int = 0, sizes: Sizes = None,
 ) -> None:  # fmt: skip
@@ -128,7 +192,7 @@ def _reduce_scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
         gather = ("all_gather_into_tensor", part, a.group_size, a.group_name, a.dim, a.sizes)
         return a.call(*gather)
 
-    return share_of(whole, grad, a)
+    return _share_of(whole, grad, a)
 
 
 def _transposed_reduce_scatter(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
@@ -152,13 +216,13 @@ REDUCE_SCATTER_TENSOR = declare(
     "reduce_scatter_tensor",
     "(Tensor input, str reduce_op, int group_size, str group_name, int dim=0,"
     " SymInt[]? sizes=None) -> Tensor",
-    check=check_reduce_scatter,
+    check=_check_reduce_scatter,
     shape=scattered,
     run=run_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,
     stacked=_stacked_reduce_scatter_tensor,
     uneven=_uneven_reduce_scatter,
-    saves=saves,
+    saves=_saves,
     wire_bytes=wire.ring,
     steps=wire.n_minus_1,
     targets=torch_ops("reduce_scatter_tensor", "_c10d_functional_autograd"),
@@ -178,7 +242,7 @@ def _check_reduce(op: str, input: Tensor, reduce_op: str, dst: int, group_name: 
 
 def _run_reduce(input: Tensor, reduce_op: str, dst: int, group_name: str) -> Tensor:
     g = by_name(group_name)
-    out = copied(input)
+    out = input.clone(memory_format=torch.contiguous_format)
     if g.n == 1:
         return out
     work, finish = carrier_of(g, out.device).reduce_(out, dst, REDUCTIONS[reduce_op], g)
@@ -189,7 +253,7 @@ def _reduce_adjoint(grad: Tensor, a: Call) -> Tensor:
     def from_root(x: Tensor) -> Tensor:
         return a.call("broadcast", x, a.dst, a.group_name)
 
-    return share_of(from_root, grad, a)
+    return _share_of(from_root, grad, a)
 
 
 def _transposed_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
@@ -211,138 +275,10 @@ REDUCE = declare(
     run=_run_reduce,
     adjoint=_reduce_adjoint,
     stacked=_stacked_reduce,
-    saves=saves,
+    saves=_saves,
     wire_bytes=wire.everything,
     steps=wire.n_minus_1,
     one_shot_bytes=wire.to_each,
 )
 
-
-# -- all_reduce_coalesced ---
-
-
-def check_all_reduce_coalesced(
-    op: str, inputs: Sequence[Tensor], reduce_op: str, group_name: str, grad: str = "sum"
-) -> None:
-    check_list(op, inputs)
-    for x in inputs:
-        check_all_reduce(op, x, reduce_op, group_name, grad)
-
-
-def _run_all_reduce_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str
-) -> list[Tensor]:
-    outs = [x.new_empty(x.shape) for x in inputs]
-    all_reduce_list(outs, inputs, reduce_op, by_name(group_name))
-    return outs
-
-
-def all_reduce_list(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], reduce_op: str, g: Group
-) -> None:
-    for same_dtype in by_dtype(inputs):
-        flat = torch.cat([inputs[i].reshape(-1) for i in same_dtype])
-        work, finish = None, None
-        if g.n > 1:
-            carrier = carrier_of(g, flat.device)
-            work, finish = carrier.all_reduce_(flat, REDUCTIONS[reduce_op], g)
-        parts = flat.split([inputs[i].numel() for i in same_dtype])
-        issue_list([outs[i] for i in same_dtype], parts, work, finish)
-
-
-def _all_reduce_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
-    if a.grad == "sum":
-        Gs = a.call("all_reduce_coalesced", grads, "sum", a.group_name)
-    else:
-        Gs = [a.identity(G) for G in grads]
-    return share_each(Gs, a.saved_input, a.saved_output, a)
-
-
-ALL_REDUCE_COALESCED = declare(
-    "all_reduce_coalesced",
-    "(Tensor[] inputs, str reduce_op, str group_name, str grad='sum') -> Tensor[]",
-    single="all_reduce",
-    check=check_all_reduce_coalesced,
-    shape=same_each,
-    run=_run_all_reduce_coalesced,
-    adjoint=_all_reduce_coalesced_adjoint,
-    stacked=stacks.each(_stacked_all_reduce),
-    saves=saves,
-    wire_bytes=wire.ring_twice,
-    steps=wire.twice_n_minus_1,
-    one_shot_bytes=wire.to_each,
-    replicates=True,
-    own_args=("grad",),
-    targets=torch_ops("all_reduce_coalesced"),
-    native=Native(fast=("xs", "op", "group", "grad")),
-)
-
-
-# -- reduce_scatter_tensor_coalesced ---
-
-
-def _check_reduce_scatter_coalesced(
-    op: str, inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str,
-    dims: Sizes = None,
-) -> None:  # fmt: skip
-    check_list(op, inputs, dims)
-    for x, dim in with_dims(inputs, dims):
-        check_reduce_scatter(op, x, reduce_op, group_size, group_name, dim)
-
-
-def _run_reduce_scatter_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_name: str, dims: Sizes = None
-) -> list[Tensor]:
-    g = by_name(group_name)
-    shapes = scattered_each(inputs, g.n, group_name, dims)
-    outs = [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
-    cut = [chunks(x, dim, g.n, None).flatten(1) for x, dim in with_dims(inputs, dims)]
-    for same_dtype in by_dtype(inputs):
-        rows = [cut[i] for i in same_dtype]
-        packed = torch.cat(rows, dim=1)
-        mine = packed.new_empty(packed.shape[1:])
-        work, finish = None, None
-        if g.n == 1:
-            mine.copy_(packed[0])
-        else:
-            carrier = carrier_of(g, packed.device)
-            work, finish = carrier.reduce_scatter(mine, packed, REDUCTIONS[reduce_op], g)
-        parts = mine.split([outs[i].numel() for i in same_dtype])
-        issue_list([outs[i] for i in same_dtype], parts, work, finish)
-    return outs
-
-
-def _reduce_scatter_coalesced_adjoint(grads: list[Tensor], a: Call) -> list[Tensor]:
-    def whole(xs: list[Tensor]) -> list[Tensor]:
-        gather = ("all_gather_into_tensor_coalesced", xs, a.group_size, a.group_name, a.dims)
-        return a.call(*gather)
-
-    ys = whole(a.saved_output) if a.saved_output is not None else None
-    return share_each(whole(grads), a.saved_input, ys, a)
-
-
-REDUCE_SCATTER_TENSOR_COALESCED = declare(
-    "reduce_scatter_tensor_coalesced",
-    "(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[]? dims=None)"
-    " -> Tensor[]",
-    single="reduce_scatter_tensor",
-    check=_check_reduce_scatter_coalesced,
-    shape=scattered_each,
-    run=_run_reduce_scatter_coalesced,
-    adjoint=_reduce_scatter_coalesced_adjoint,
-    stacked=stacks.each(_stacked_reduce_scatter_tensor),
-    saves=saves,
-    wire_bytes=wire.ring,
-    steps=wire.n_minus_1,
-    targets=torch_ops("reduce_scatter_tensor_coalesced"),
-    contiguous=True,
-    native=Native(fast=("xs", "op", "group", "dim")),
-)
-
-ROWS = (
-    ALL_REDUCE,
-    REDUCE_SCATTER_TENSOR,
-    REDUCE,
-    ALL_REDUCE_COALESCED,
-    REDUCE_SCATTER_TENSOR_COALESCED,
-)
+ROWS = (ALL_REDUCE, REDUCE_SCATTER_TENSOR, REDUCE)

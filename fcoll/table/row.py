@@ -1,4 +1,4 @@
-"""What a row of the table says of a collective."""
+"""A row of the table: the description of one collective."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from fcoll.reductions import REDUCTIONS
 
 Expr = Any  # an int, a float, or a sympy expression
 Shape = list[int]
@@ -33,7 +35,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Native:
-    """What of a row is written in C++ (transport/native); a test compares the names."""
+    """The C++ parts of a row (transport/native); a test compares the names."""
 
     #: Has the op a kernel for CPU tensors, ``fcoll_native::<row>``?
     kernel: bool = False
@@ -58,6 +60,14 @@ class Call(SimpleNamespace):
     group_name: str
     call: Callable[..., Any]
     identity: Callable[[Tensor], Tensor]
+
+
+def each(rule: Callable[..., Tensor], xs: Any, *more: Any) -> Any:
+    """``rule(x, ...)`` of a tensor; of a list, that of each, where others are lists or None."""
+    if isinstance(xs, Tensor):
+        return rule(xs, *more)
+    columns = [[None] * len(xs) if values is None else values for values in more]
+    return [rule(*call) for call in zip(xs, *columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,8 @@ class Collective:
     def agreed(
         self, args: Mapping[str, Any], shapes: Iterable[Sequence[Any]]
     ) -> tuple[dict[str, Any], list[list[Any]]]:
-        """Of a call, what all ranks of the group must have alike: arguments by name, and the shapes
-        of tensors, with OWN where each rank has a size of its own."""
+        """The part of a call that must be equal on all ranks of the group: arguments by name, and
+        the shapes of tensors, with OWN where each rank has a size of its own."""
         own = self.own_dim(args) if self.own_dim else None
         common = [[OWN if d == own else size for d, size in enumerate(s)] for s in shapes]
         return {name: x for name, x in args.items() if name not in self.own_args}, common
@@ -170,9 +180,9 @@ _ARGUMENT = re.compile(r"(?P<type>[\w\[\]]+)(\((?P<alias>[^)]*)\))?\??\s+(?P<nam
 
 
 def _argument(text: str) -> Argument:
-    found = _ARGUMENT.match(text)
-    assert found is not None, text
-    return Argument(found["name"], found["type"], "!" in (found["alias"] or ""))
+    match = _ARGUMENT.match(text)
+    assert match is not None, text
+    return Argument(match["name"], match["type"], "!" in (match["alias"] or ""))
 
 
 def declare(name: str, schema: str, **facts: Any) -> Collective:
@@ -188,12 +198,16 @@ def by_name(row: Collective, rule: Callable[..., Any]) -> Callable[..., Any]:
     wanted = inspect.signature(rule).parameters
     if any(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
         return rule  # it takes them all
-    names, op = tuple(row.position), row.name
-    defaults = {x: p.default for x, p in wanted.items() if p.default is not p.empty}
+    names = [*row.position, *(x for x in wanted if x not in row.position)]
+    position = {name: i for i, name in enumerate(names)}
+    known = {x: p.default for x, p in wanted.items()} | {"op": row.name}
+    defaults, taken = [known.get(name) for name in names], [position[x] for x in wanted]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        values = {"op": op, **defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return rule(**{x: values[x] for x in wanted})
+        values = [*args, *defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[position[name]] = value
+        return rule(*[values[i] for i in taken])
 
     return call
 
@@ -202,3 +216,62 @@ def torch_ops(name: str, *more: str) -> tuple[str, ...]:
     """torch's ops of this name, in its namespaces for functional collectives and in ``more``."""
     spaces = ("_c10d_functional", "c10d_functional", *more)
     return tuple(f"{space}::{name}" for space in spaces)
+
+
+# -- signatures: what all ranks must agree on, as the numbers that shared memory compares. The C++
+# kernels make the same of the calls that they serve (transport/native/signature.h). ---
+
+_OPS = {name: i for i, name in enumerate(REDUCTIONS)}
+
+
+class Facts(NamedTuple):
+    """Single arguments of a call; -1 where it has none. The order is that of C++'s Facts."""
+
+    op: int
+    root: int
+    dim: int
+    other_dim: int
+    grad: int  # 1: identity
+    own_dim: int  # sizes along it are each rank's own
+
+
+class Signed(NamedTuple):
+    """A call as it is compared: the functional row's name, tensors, facts, and more numbers."""
+
+    row: str
+    tensors: list[Tensor]
+    facts: Facts
+    more: list[int]
+
+
+def signed(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signed:
+    """The signature of a call of a row. In place or not, it is the same message."""
+    named = {a.name: value for a, value in zip(row.arguments, args, strict=False)} | dict(kwargs)
+    named.pop("out", None)
+    tensors: list[Tensor] = []
+    for a in row.arguments:
+        value = named.get(a.name)
+        if a.is_tensor and value is not None:
+            tensors += value if isinstance(value, (list, tuple)) else [value]
+    root = named.get("src", named.get("dst", -1))
+    to_ranks = root if isinstance(root, (list, tuple)) else []  # of a permutation
+    dims = named.get("dims", [0] * len(tensors) if "dims" in row.position else None)
+    own = row.own_dim({"dim": 0, **named}) if row.own_dim else None
+    facts = Facts(
+        op=_OPS.get(named.get("reduce_op", ""), -1),
+        root=-1 if to_ranks else root,
+        dim=_dim(row, named),
+        other_dim=named.get("shard_dim", -1),
+        grad=int(named.get("grad") == "identity"),
+        own_dim=-1 if own is None else own,
+    )
+    return Signed(
+        row.message, tensors, facts, [*(named.get("sizes") or []), *(dims or []), *to_ranks]
+    )
+
+
+def _dim(row: Collective, named: Mapping[str, Any]) -> int:
+    if "gather_dim" in named:
+        return named["gather_dim"]
+    # an out form has no dim: it is along the first
+    return named.get("dim", 0) if "dim" in row.position or row.has_out else -1

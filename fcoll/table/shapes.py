@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fcoll.groups import group_rank
@@ -12,10 +10,6 @@ from fcoll.table.row import Shape, Sizes
 
 def same(input: Tensor, *_: object) -> Shape:
     return list(input.shape)
-
-
-def same_each(inputs: Sequence[Tensor], *_: object) -> list[Shape]:
-    return [list(x.shape) for x in inputs]
 
 
 def nothing(*_: object) -> Shape:
@@ -36,18 +30,3 @@ def scattered(
     shape = list(input.shape)
     shape[dim] = shape[dim] // group_size if sizes is None else sizes[group_rank(group_name)]
     return shape
-
-
-def gathered_each(inputs: Sequence[Tensor], group_size: int, dims: Sizes = None) -> list[Shape]:
-    return [gathered(x, group_size, d) for x, d in with_dims(inputs, dims)]
-
-
-def scattered_each(
-    inputs: Sequence[Tensor], group_size: int, group_name: str, dims: Sizes = None
-) -> list[Shape]:
-    return [scattered(x, group_size, group_name, d) for x, d in with_dims(inputs, dims)]
-
-
-def with_dims(inputs: Sequence[Tensor], dims: Sizes) -> list[tuple[Tensor, int]]:
-    """The tensors of a list, each with its dim: the first, if none are given."""
-    return list(zip(inputs, dims if dims is not None else [0] * len(inputs), strict=True))

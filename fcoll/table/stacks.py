@@ -50,18 +50,6 @@ def even(rule: Rule) -> Callable[..., Tensor]:
     return stacked
 
 
-def each(
-    one: Callable[..., Tensor],
-) -> Callable[[Sequence[Tensor], Args, Partition], list[Tensor]]:
-    """The rule of a row on lists, from that of the row of one tensor."""
-
-    def stacked(xs_W: Sequence[Tensor], args: Args, groups: Partition) -> list[Tensor]:
-        dims = args.get("dims") or [0] * len(xs_W)
-        return [one(x, {**args, "dim": d}, groups) for x, d in zip(xs_W, dims, strict=True)]
-
-    return stacked
-
-
 def no_rule(op: str, why: str, hint: str) -> Callable[..., Any]:
     """In the place of a rule that cannot be."""
 
@@ -372,7 +360,7 @@ class OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        G, share = Identity.apply(grad, ctx.groups), REDUCTIONS[ctx.reduce_op].share
+        G, share = identity(grad, {}, ctx.groups), REDUCTIONS[ctx.reduce_op].share
         if share == "mean":
             G = G / ctx.groups.n
         elif share != "whole":
@@ -387,24 +375,24 @@ class OwnGradient(torch.autograd.Function):
 
 
 class Identity(torch.autograd.Function):
-    """x itself; its gradient is summed over even groups. Partner of OwnGradient."""
+    """x itself; its gradient is ``summed(grad)``, of which this is the gradient again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x_W: Tensor, groups: Partition) -> Tensor:
-        return x_W.view_as(x_W)
+    def forward(x: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Partition], output: Tensor) -> None:
-        ctx.groups = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
+        ctx.summed = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return OwnGradient.apply(grad, "sum", ctx.groups), None
+        return ctx.summed(grad), None
 
 
 @even
 def identity(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
-    """fcoll.identity of stacked ranks."""
-    return Identity.apply(x_W, groups)
+    """fcoll.identity of stacked ranks: its gradient is summed over even groups."""
+    return Identity.apply(x_W, lambda G_W: OwnGradient.apply(G_W, "sum", groups))

@@ -1,4 +1,4 @@
-"""What collectives send: bytes of a rank on n ranks with b bytes each, and messages in a row.
+"""Cost of collectives: the bytes that a rank of n sends, with b bytes each, and sequential steps.
 
 All take numbers or sympy symbols.
 """

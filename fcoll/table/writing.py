@@ -9,24 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcoll.errors import NoGradient
 from fcoll.groups import by_name as group_named
 from fcoll.reductions import REDUCTIONS
-from fcoll.table.checks import check_gathers, check_out
+from fcoll.table.checks import check_out
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST, run_all_gather
-from fcoll.table.layout import copied
-from fcoll.table.reduce import (
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    REDUCE_SCATTER_TENSOR,
-    all_reduce_list,
-    check_reduce_scatter,
-    run_reduce_scatter,
-)
+from fcoll.table.lists import ALL_REDUCE_COALESCED, all_reduce_into
+from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR, run_reduce_scatter
 from fcoll.table.row import Call, Collective, Native, by_name
-from fcoll.table.shapes import gathered, scattered
 from fcoll.transport.carriers import carrier_of
 from fcoll.transport.protocol import Started, issued
 
@@ -37,7 +30,7 @@ def _no_gradient(grad: object, a: Call) -> Tensor:
 
 
 def _writing(row: Collective, name: str, schema: str, run: Any) -> Collective:
-    made = replace(
+    form = replace(
         row,
         name=name,
         schema=schema,
@@ -47,7 +40,7 @@ def _writing(row: Collective, name: str, schema: str, run: Any) -> Collective:
         targets=(f"_c10d_functional::{name}",),
         native=Native(),
     )
-    return replace(made, run=by_name(made, run))
+    return replace(form, run=by_name(form, run))
 
 
 def _arguments(row: Collective) -> str:
@@ -61,24 +54,23 @@ def _in_place(row: Collective, run: Callable[..., Any]) -> Collective:
     return _writing(row, f"{row.name}_", f"({kind}(a!) {rest}) -> {kind}(a!)", run)
 
 
-def _out(row: Collective, check: Any, shape: Any, run: Callable[..., Any]) -> Collective:
+def _out(row: Collective, run: Callable[..., Any]) -> Collective:
     """The row that writes the result, along the first dim, into ``out``."""
     schema = f"({_arguments(row)}, *, Tensor(a!) out) -> Tensor(a!)"
-    made = _writing(row, f"{row.name}_out", schema, run)
-    shape, check = by_name(made, shape), by_name(made, check)
+    form = _writing(row, f"{row.name}_out", schema, run)
 
-    def check_all(*args: Any, out: Tensor) -> None:
-        check(*args)
-        check_out(made.name, out, shape(*args), args[0])
+    def check(*args: Any, out: Tensor) -> None:
+        row.check(*args, op=form.name)
+        check_out(form.name, out, row.shape(*args), args[0])
 
-    return replace(made, check=check_all, shape=shape, own_dim=None)
+    return replace(form, check=check, own_dim=None)
 
 
 def _on_itself(x: Tensor, start: Callable[[Tensor], Started]) -> Tensor:
     """Start a collective on x itself, or on a contiguous copy that is copied back at the wait."""
     if x.is_contiguous():
         return issued(x, *start(x))
-    buf = copied(x)
+    buf = x.clone(memory_format=torch.contiguous_format)
     work, finish = start(buf)
 
     def fill() -> None:
@@ -100,7 +92,7 @@ def _run_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 def _run_all_reduce_coalesced_(
     inputs: Sequence[Tensor], reduce_op: str, group_name: str
 ) -> Sequence[Tensor]:
-    all_reduce_list(inputs, inputs, reduce_op, group_named(group_name))
+    all_reduce_into(inputs, inputs, reduce_op, group_named(group_name))
     return inputs
 
 
@@ -116,6 +108,6 @@ ROWS = (
     _in_place(ALL_REDUCE, _run_all_reduce_),
     _in_place(ALL_REDUCE_COALESCED, _run_all_reduce_coalesced_),
     _in_place(BROADCAST, _run_broadcast_),
-    _out(ALL_GATHER_INTO_TENSOR, check_gathers, gathered, run_all_gather),
-    _out(REDUCE_SCATTER_TENSOR, check_reduce_scatter, scattered, run_reduce_scatter),
+    _out(ALL_GATHER_INTO_TENSOR, run_all_gather),
+    _out(REDUCE_SCATTER_TENSOR, run_reduce_scatter),
 )

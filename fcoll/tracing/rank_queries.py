@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll.groups import by_name, rank_answers
+from fcoll import groups as fcoll_groups
+from fcoll._torch import at_trace_time
+from fcoll.groups import by_name
 from fcoll.ranks.patches import RANK_VARIABLES
 from fcoll.source import is_library, is_pythons
 from fcoll.tracing import _torch
@@ -39,6 +41,7 @@ def answering_for(alike: Alike) -> Iterator[None]:
             return _answer(alike, plain, alike.ranks)
         return _answer(alike, plain, None)
 
+    @at_trace_time
     def rank_named(name: str) -> Any:
         if name != "world" and name not in alike.axes:
             alike.only_me()
@@ -46,8 +49,7 @@ def answering_for(alike: Alike) -> Iterator[None]:
         return alike.number(alike.ranks if name == "world" else alike.index(name))
 
     with ExitStack() as stack:
-        rank_answers.append(rank_named)
-        stack.callback(rank_answers.pop)
+        stack.enter_context(_torch.replaced(fcoll_groups, {"rank_asked": rank_named}))
         stack.enter_context(_torch.replaced(dist.ProcessGroup, {"rank": rank_in}))
         stack.enter_context(_torch.replaced(DeviceMesh, _of_meshes(alike)))
         stack.enter_context(_torch.group_ranks_replaced(groups))

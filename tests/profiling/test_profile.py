@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fcoll
-from fcoll.eager import dispatch, undispatched
+from fcoll.eager import dispatch
 from fcoll.profiling.timers import COMPILED, timers
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.transport.native import build
@@ -53,7 +53,7 @@ def hooks() -> list[Any]:
     return [
         *fast,
         dispatch.start_eager,
-        undispatched.run,
+        dispatch.run,
         build.load,
         vars(dist.Work)["wait"],
         ours,

@@ -237,6 +237,25 @@ def test_unused_results_of_a_list_have_a_gradient_of_zero(ranks2, name):
         assert used.tolist() == [want, want]
 
 
+@pytest.mark.parametrize(
+    ("name", "backwards"),
+    [
+        ("all_reduce_coalesced", "all_reduce_coalesced"),
+        ("all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+        ("reduce_scatter_tensor_coalesced", "all_gather_into_tensor_coalesced"),
+    ],
+)
+def test_the_gradient_of_a_list_is_one_call_on_a_list(name, backwards):
+    def gradients(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        outs = getattr(fcoll, name)([x, y])
+        return torch.autograd.grad(outs[0].square().sum() + outs[1].sum(), (x, y))
+
+    x, y = torch.ones(4, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    with fcoll.fake_world(tp=2):
+        issued = [c.op for c in fcoll.trace(gradients, x, y).collectives]
+    assert issued == [name, backwards]
+
+
 def gradient_beside_integers(rank: int) -> tuple[Tensor, Tensor, bool]:
     x = torch.ones(2, requires_grad=True)
     counts = torch.full((3,), rank + 1)

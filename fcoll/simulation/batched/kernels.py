@@ -20,7 +20,7 @@ from fcoll._torch import (
     c10d_ops,
     single_level_functions,
 )
-from fcoll.eager import undispatched
+from fcoll.eager import dispatch
 from fcoll.errors import NoStackedRule, fail
 from fcoll.simulation.batched import _torch, in_place
 from fcoll.simulation.batched.stage import Stage, stage_of
@@ -203,7 +203,7 @@ class _Identity(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return undispatched.call("all_reduce", grad, "sum", ctx.group_name, "identity"), None
+        return dispatch.call("all_reduce", grad, "sum", ctx.group_name, "identity"), None
 
 
 def _identity(x: Tensor, group_name: str) -> Tensor:

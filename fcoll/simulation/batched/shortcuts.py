@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll._torch import unobserved
+from fcoll.eager import dispatch
 from fcoll.simulation.batched import _torch, kernels
 from fcoll.simulation.batched import stage as stage_module
 from fcoll.simulation.batched.stage import Stage, active
@@ -60,7 +61,7 @@ def of_fcoll(row: Collective, args: tuple[Any, ...]) -> Any:
     return _run(stage, row, args[at], *args)
 
 
-stage_module.short_of_fcolls.append(of_fcoll)
+stage_module.queries.changes += ((dispatch, "call_on_stacked", lambda original: of_fcoll),)
 
 
 def _short(row_name: str, *takes: str) -> Callable[[Fn], Fn]:

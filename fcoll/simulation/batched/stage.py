@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import groups
 from fcoll._torch import World, fake_mesh, group_ranks, mesh_group_name
-from fcoll.eager import dispatch
 from fcoll.errors import BadMesh, NotOnSimulatedRanks, UnknownGroup
 from fcoll.groups import Group
 from fcoll.ranks.patches import Patches
@@ -90,13 +89,11 @@ class Stage:
         level, self.level = self.level, _torch.depth() + 1
         active.append(self)
         groups.resolvers.append(self.group_name)
-        ways, dispatch.stacked_ways[:] = list(dispatch.stacked_ways), short_of_fcolls
         try:
-            _queries.apply(patches)
+            queries.apply(patches)
             return fn(*args)
         finally:
             patches.undo()
-            dispatch.stacked_ways[:] = ways
             groups.resolvers.pop()
             active.pop()
             self.level = level
@@ -220,8 +217,7 @@ def _saw_mesh(mesh: DeviceMesh) -> None:
 
 #: name of a functional collective of torch's -> what makes its short way (shortcuts.py)
 short: dict[str, Callable[..., Any]] = {}
-short_of_fcolls: list[Callable[..., Any]] = []  # the same for fcoll's own functions
-_queries = _torch.RankQueries(_rank_of, _saw_mesh, short)
+queries = _torch.RankQueries(_rank_of, _saw_mesh, short)
 
 
 def _position(mesh: DeviceMesh, names: list[Any], axis: Any) -> int:

@@ -36,7 +36,7 @@ using fcoll::Op;
 using fcoll::served::GroupPtr;
 using Args = PyObject* const*;
 
-// Python's callbacks (fcoll/eager/callbacks.py).
+// Python's callbacks (fcoll/eager/dispatch.py).
 struct Callbacks {
   PyObject *world, *name_of_mesh, *in_flight, *error;
 } callbacks;
