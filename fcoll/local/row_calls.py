@@ -274,7 +274,7 @@ def run_c10d(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} not implemented")
     op = c10d.OPS[name]
     named = op.named(args, kwargs)
-    group = _torch.unbox_group(named["process_group"])
+    group = _torch.unboxed_group(named["process_group"])
     if op.row == "irecv":
         return _receive(op.read(named, _with_size))
     if op.row == "isend":

@@ -20,11 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fcoll._torch import FakeWork
+from fcoll._torch import FakeTensor as FakeTensor
+from fcoll._torch import FakeWork, no_modes, resolve_process_group, tracing_context
+from fcoll._torch import dispatch_modes as dispatch_modes
 from fcoll._torch import op_name as op_name
+from fcoll._torch import storage_id as storage_id
 from fcoll._torch import unboxed_group as unboxed_group
 from fcoll.graph._torch import call_arguments as call_arguments
-from fcoll.imports import private, private_names, say_what_is_missing
+from fcoll.graph._torch import lazy_graph_module, op_writes
+from fcoll.imports import private, say_what_is_missing
 from fcoll.ranks.patches import Patches, patched
 
 
@@ -32,17 +36,12 @@ class _Never(Exception):
     """In the place of an exception that this version of torch does not have."""
 
 
-TracingContext, detect_fake_mode = private_names(
-    "torch._guards", "TracingContext", "detect_fake_mode"
-)
-FakeTensor, FakeTensorMode = private_names(
-    "torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"
-)
+detect_fake_mode = private("torch._guards", "detect_fake_mode")
+FakeTensorMode = private("torch._subclasses.fake_tensor", "FakeTensorMode")
 _engine_run_backward = private("torch.autograd.graph", "_engine_run_backward")
-_LazyGraphModule = private("torch.fx._lazy_graph_module", "_LazyGraphModule", torch.fx.GraphModule)
 ShapeEnv = private("torch.fx.experimental.symbolic_shapes", "ShapeEnv")
-_disable_current_modes, is_traceable_wrapper_subclass = private_names(
-    "torch.utils._python_dispatch", "_disable_current_modes", "is_traceable_wrapper_subclass"
+is_traceable_wrapper_subclass = private(
+    "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
 tree_iter = private("torch.utils._pytree", "tree_iter")
 _device_constructors = private("torch.utils._device", "_device_constructors")
@@ -133,7 +132,7 @@ def real_meshes() -> Iterator[None]:
 
     def real(fn: Callable[..., Any]) -> Callable[..., Any]:
         def outside(*args: Any) -> Any:
-            with _disable_current_modes():
+            with no_modes():
                 return fn(*args)
 
         return outside
@@ -419,8 +418,7 @@ def accumulates_into(node: Any) -> torch.Tensor | None:
 
 
 def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """One that is compiled when it is first called or printed: 13,000 nodes take 2 s."""
-    return _LazyGraphModule({}, graph)
+    return lazy_graph_module({}, graph)
 
 
 # -- torch.compile ---
@@ -481,7 +479,7 @@ def is_of_compiler(error: Exception) -> bool:
 
 def is_compiling() -> bool:
     """Is it Dynamo or AOTAutograd that runs this, to make a graph of it?"""
-    return TracingContext.try_get() is not None
+    return tracing_context() is not None
 
 
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -546,7 +544,7 @@ def expression(x: Any) -> Any:
 def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call writes to, or completes: what a wait is for."""
     values = call_arguments(op, args, kwargs)
-    named = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    named = [name for _, name in op_writes(op)]
     if op is torch.ops._c10d_functional.wait_tensor.default:
         named = [op._schema.arguments[0].name]
     return [x for x in tree_iter([values[name] for name in named]) if isinstance(x, torch.Tensor)]
@@ -554,20 +552,10 @@ def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.
 
 def group_instance(group_name: str) -> int:
     """Which of the groups with the same ranks it is, in the order in which they were made."""
-    pg = c10d._resolve_process_group(group_name)
+    pg = resolve_process_group(group_name)
     ranks = c10d._world.pg_group_ranks
     alike = [other for other in ranks if ranks[other] == ranks[pg]]
     return alike.index(pg)
-
-
-def dispatch_modes() -> list[Any]:
-    """Those that see the ops of this thread."""
-    return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-
-
-def storage_id(x: torch.Tensor) -> int:
-    """Tensors with the same one share memory, as long as one of them lives."""
-    return x.untyped_storage()._cdata
 
 
 def memory_of(x: torch.Tensor) -> tuple[Any, ...]:

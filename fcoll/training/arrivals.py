@@ -154,7 +154,7 @@ class Arrivals:
 
 def arrivals_of(params: Sequence[Tensor], tell: Tell) -> Any:
     """Arrivals in C++ if the parameters are on a CPU and have data, else in Python."""
-    plain = all(p.device.type == "cpu" and not _torch.is_fake(p) for p in params)
+    plain = all(p.device.type == "cpu" and not _torch.has_no_data(p) for p in params)
     if plain and not build.load() and build.has_fast_path():
         return build.fast.Arrivals(list(params), tell)
     return Arrivals(params, tell)

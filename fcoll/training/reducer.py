@@ -414,7 +414,7 @@ class Reducer(Settings):
 
     def _run_hook(self, bucket: GradBucket) -> Any:
         assert self._hook is not None
-        if not _torch.is_fake(bucket.buffer()):
+        if not _torch.has_no_data(bucket.buffer()):
             return self._hook(bucket)
         with _torch.futures_with_tensors():
             return self._hook(bucket)
@@ -545,7 +545,7 @@ class Reducer(Settings):
         """
         self._reset()
         met = self.group.sum_(torch.ones(3, dtype=torch.int64, device=self.params[0].device)).wait()
-        if not _torch.is_fake(met) and met.tolist() != [self.group.n] * 3:
+        if not _torch.has_no_data(met) and met.tolist() != [self.group.n] * 3:
             why = "reset_state() met another collective: call it on all ranks, after the same one."
             self._fail(ReductionUnfinished(message=why))
         self.rebuilt = False
