@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
@@ -21,7 +22,7 @@ from fcoll.groups import Group, by_name
 from fcoll.source import line_in, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
-from fcoll.table.signature import Facts, signed
+from fcoll.table.signature import Facts
 from fcoll.transport.messages import PLAIN
 
 SHOWN = 4  # ranks of a group without a name
@@ -76,9 +77,10 @@ class Issued:
         the same call, and other ones in the backward pass."""
         args, shapes = self.row.agreed(self.args, self.shapes)
         also = [name for name in self.row.own_args if name in Facts._fields]
-        if also:  # by its number: forms without the argument have its default
-            facts = signed(self.row, (), self.args).facts
-            args |= {name: getattr(facts, name) for name in also}
+        if also:  # forms without the argument have the functional op's default
+            functional = getattr(torch.ops.fcoll, self.row.message).default
+            named = _torch.call_arguments(functional, (), self.args)
+            args |= {name: named[name] for name in also}
         return args, shapes
 
 
