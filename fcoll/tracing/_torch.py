@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from fcoll._torch import unboxed_group as unboxed_group
 from fcoll.graph._torch import call_arguments as call_arguments
 from fcoll.graph._torch import lazy_graph_module, op_writes
 from fcoll.imports import private, say_what_is_missing
-from fcoll.ranks.patches import Patches, patched
+from fcoll.ranks.patches import patched
 
 
 class _Never(Exception):
@@ -53,17 +54,31 @@ _device_constructors = private("torch.utils._device", "_device_constructors")
 replaced = functools.partial(patched, "a trace")
 
 
-@contextmanager
-def around_new_groups(note: Callable[[Sequence[int], bool], None]) -> Iterator[None]:
+def _ahead_of(owner: Any, names: Sequence[str], call: Callable[..., object]) -> Any:
+    """Inside, ``call`` is made with the arguments of each call of these functions, ahead of it."""
+
+    def around(name: str) -> Any:
+        original = getattr(owner, name)
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            call(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        return staticmethod(both) if is_static else both
+
+    return replaced(owner, {name: around(name) for name in names})
+
+
+def around_new_groups(
+    note: Callable[[Sequence[int], bool], None],
+) -> AbstractContextManager[None]:
     """Call note(ranks, by members only) where torch names a group that is about to be made."""
-    name = c10d._process_group_name
 
-    def noted(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+    def named(ranks: Sequence[int], use_hashed_name: bool) -> None:
         note(ranks, use_hashed_name)
-        return name(ranks, use_hashed_name)
 
-    with replaced(c10d, {"_process_group_name": noted}):
-        yield
+    return _ahead_of(c10d, ["_process_group_name"], named)
 
 
 @contextmanager
@@ -142,38 +157,23 @@ def real_meshes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def around_axes(note: Callable[[Any], None]) -> Iterator[None]:
+def around_axes(note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Call note(axes) whenever a mesh is asked for axes, by name or number."""
-    names = ("__getitem__", "get_group", "get_local_rank", "size")
 
-    def around(original: Any) -> Any:
-        def method(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-            for given in (*args, *kwargs.values()):
-                note(given)
-            return original(mesh, *args, **kwargs)
+    def asked(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            note(given)
 
-        return method
-
-    with replaced(DeviceMesh, {name: around(vars(DeviceMesh)[name]) for name in names}):
-        yield
+    return _ahead_of(DeviceMesh, ("__getitem__", "get_group", "get_local_rank", "size"), asked)
 
 
 @contextmanager
 def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     """Call before(work) whenever the program waits for a handle of a fake or real group."""
-
-    def around(original: Any) -> Any:
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            before(work)
-            return original(work, *args, **kwargs)
-
-        return wait
-
-    with Patches("a trace") as patches:
+    with ExitStack() as stack:
         for cls in (dist.Work, FakeWork):
             if "wait" in vars(cls):
-                patches.wrap(cls, "wait", around)
+                stack.enter_context(_ahead_of(cls, ["wait"], lambda work, *_, **__: before(work)))
         yield
 
 
@@ -319,47 +319,24 @@ def group_ranks_replaced(groups: dict[dist.ProcessGroup, Any]) -> Iterator[None]
 @contextmanager
 def around_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
     """Call cut(size, n) where DTensor and FSDP2 cut a dim into n parts, one for each rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    size_of, split = vars(Shard)["local_shard_size_and_offset"].__func__, Shard._split_tensor
-    strided = _StridedShard._split_tensor
-    strided_size = _StridedShard._local_shard_size_and_offset
+    def split(self: Any, tensor: Any, n: int, **options: Any) -> None:
+        cut(tensor.size(self.dim), n)
 
-    def local_size(size: Any, n: int, rank: Any) -> Any:
+    def strided_size(self: Any, size: Any, n: int, *rest: Any, **options: Any) -> None:
         cut(size, n)
-        return size_of(size, n, rank)
 
-    def around(original: Any) -> Any:
-        def split_tensor(self: Any, tensor: Any, n: int, **options: Any) -> Any:
-            cut(tensor.size(self.dim), n)
-            return original(self, tensor, n, **options)
-
-        return split_tensor
-
-    def around_size(self: Any, size: Any, n: int, *rest: Any, **options: Any) -> Any:
-        cut(size, n)
-        return strided_size(self, size, n, *rest, **options)
-
-    static = {
-        "local_shard_size_and_offset": staticmethod(local_size),
-        "_split_tensor": around(split),
-    }
-    both = {"_split_tensor": around(strided), "_local_shard_size_and_offset": around_size}
-    with replaced(Shard, static), replaced(_StridedShard, both), _fsdp_shares(cut):
-        yield
-
-
-@contextmanager
-def _fsdp_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    chunk = _fsdp_param._chunk_with_empty
-
-    def chunked(tensor: torch.Tensor, n: int, dim: int) -> Any:
-        cut(tensor.size(dim), n)
-        return chunk(tensor, n, dim)
-
-    with replaced(_fsdp_param, {"_chunk_with_empty": chunked}):
+    with (
+        _ahead_of(Shard, ["local_shard_size_and_offset"], lambda size, n, rank: cut(size, n)),
+        _ahead_of(Shard, ["_split_tensor"], split),
+        _ahead_of(_StridedShard, ["_split_tensor"], split),
+        _ahead_of(_StridedShard, ["_local_shard_size_and_offset"], strided_size),
+        _ahead_of(
+            _fsdp_param, ["_chunk_with_empty"], lambda tensor, n, dim: cut(tensor.size(dim), n)
+        ),
+    ):
         yield
 
 
