@@ -1,7 +1,9 @@
 """Which gradients have arrived in a backward pass: hooks on the parameters count buckets down.
 
 Two classes do the same, this one and ``Arrivals`` of native/gradients.cpp, which also copies the
-gradients of plain parameters into their buckets. Both tell their owner:
+gradients of plain parameters into their buckets. This one is for traces, whose gradients have no
+data, for other devices, and where the C++ is not built; it takes 2 to 4 us of a gradient's time,
+the other less than 1 us. Both tell their owner:
 
 - ``PASS``: a backward pass has its first gradient;
 - ``FULL``: all gradients of a bucket are there, and of those before it;
