@@ -98,15 +98,21 @@ class LocalIntNode:
         return made
 
     # arithmetic, rank by rank
-    add, sub, mul = map(_on_each_rank, (operator.add, operator.sub, operator.mul))
+    add = _on_each_rank(operator.add)
+    sub = _on_each_rank(operator.sub)
+    mul = _on_each_rank(operator.mul)
     floordiv = int_floordiv = _on_each_rank(operator.floordiv)
     mod = _on_each_rank(operator.mod)
-    neg, abs = map(_on_each_rank, (operator.neg, operator.abs))
     pow = pow_by_natural = _on_each_rank(operator.pow)
-    bitwise_and, bitwise_or = map(_on_each_rank, (operator.and_, operator.or_))
+    neg = _on_each_rank(operator.neg)
+    abs = _on_each_rank(operator.abs)
+    bitwise_and = _on_each_rank(operator.and_)
+    bitwise_or = _on_each_rank(operator.or_)
     bitwise_xor = _on_each_rank(operator.xor)
-    lshift, rshift = map(_on_each_rank, (operator.lshift, operator.rshift))
-    sym_max, sym_min = _on_each_rank(max), _on_each_rank(min)
+    lshift = _on_each_rank(operator.lshift)
+    rshift = _on_each_rank(operator.rshift)
+    sym_max = _on_each_rank(max)
+    sym_min = _on_each_rank(min)
 
     def sym_sum(self, others: Sequence[Any]) -> Any:
         return self._map(lambda a, *more: sum(more), *others)
