@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import pickle
 import sys
 import weakref
@@ -25,16 +24,25 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcoll.imports import private, say_what_is_missing, warn_of_untested
+from fcoll.imports import private, private_names, say_what_is_missing, warn_of_untested
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-TORCH_DIR = os.path.dirname(os.path.abspath(torch.__file__))
 
 warn_of_untested(torch.__version__)
 
 symmetric_memory = private("torch.distributed._symmetric_memory")
 get_proxy_mode = private("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
+TracingContext = private("torch._guards", "TracingContext")
+# The dispatch modes of this thread, and a context in which none of them sees what is done.
+dispatch_modes, no_modes = private_names(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "_disable_current_modes"
+)
+# One level of vmap: begun with a size, ended; a tensor in it, and out of it.
+begin_vmap, end_vmap, add_batch_dim, remove_batch_dim = private_names(
+    "torch._C._functorch",
+    *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"),
+)
 _C = "torch._C"
 
 # The class that DTensor, FSDP2 and AOTAutograd recognise by isinstance: ours derives from it.
@@ -103,7 +111,9 @@ def completed_work() -> Any:
 
 # -- groups ---
 
-resolve_process_group = private(c10d.__name__, "_resolve_process_group")
+resolve_process_group, default_group = private_names(
+    c10d.__name__, "_resolve_process_group", "_get_default_group"
+)
 
 
 def group_ranks(pg: dist.ProcessGroup) -> tuple[int, ...]:
@@ -124,7 +134,7 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     dist.new_group(use_local_synchronization=True) names it after the number of groups that the
     process has. Members that do not agree on that number would wait for each other for ever.
     """
-    world = c10d._get_default_group()
+    world = default_group()
     backend, store = c10d._world.pg_map[world]
     pg, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -143,6 +153,11 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 def mesh_group_name(mesh: DeviceMesh, axis: int) -> str:
     return mesh._dim_group_names[axis]
+
+
+def mesh_group_names(mesh: DeviceMesh) -> list[str]:
+    """Of all axes; none of a mesh that has no groups."""
+    return list(getattr(mesh, "_dim_group_names", ()))
 
 
 def mesh_process_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
@@ -208,10 +223,14 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [pg for pg in c10d._world.pg_map if pg is not None and pg.rank() >= 0]
 
 
+def is_fake_group(pg: dist.ProcessGroup) -> bool:
+    """Is it a group of which only this rank is there?"""
+    return c10d._world.pg_map.get(pg, ("", None))[0] == "fake"
+
+
 def device_types(pg: dist.ProcessGroup) -> tuple[str, ...]:
     """The device types the group's backends serve; a fake group serves all, so gives none."""
-    backend = c10d._world.pg_map.get(pg, ("", None))[0]
-    return () if backend == "fake" else tuple(d.type for d in pg._device_types)
+    return () if is_fake_group(pg) else tuple(d.type for d in pg._device_types)
 
 
 def is_gloo(pg: dist.ProcessGroup) -> bool:
@@ -266,11 +285,31 @@ def guard_or_false(condition: Any) -> bool:
     return guard_or_false(condition)
 
 
+def is_faking() -> bool:
+    """Does this thread run on fake tensors, as a trace does?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_no_data(x: torch.Tensor) -> bool:
+    """Is it a fake or a meta tensor?"""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Tensors with the same one share memory, as long as one of them lives."""
+    return x.untyped_storage()._cdata
+
+
+def at_end_of_backward(fn: Callable[[], Any]) -> None:
+    """Call fn when the backward pass that is running has computed all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
+
+
 def tracing() -> bool:
     """Is a compiler or tracer recording (Dynamo, AOT, make_fx, fake tensors)?"""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or is_faking()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
         or get_proxy_mode() is not None
     )
@@ -292,15 +331,15 @@ def ordinary(x: torch.Tensor) -> bool:
         and not x.is_neg()
         and not transforms_active()
         and forward_ad._current_level < 0
-        and _modes() == 0
-        and _function_modes() == 0
-        and not _profiling()
+        and modes_active() == 0
+        and function_modes_active() == 0
+        and not profiled()
     )
 
 
 def unobserved() -> bool:
     """Is there no mode and no profiler that wants to see which ops are called?"""
-    return _modes() == 0 and _function_modes() == 0 and not _profiling()
+    return modes_active() == 0 and function_modes_active() == 0 and not profiled()
 
 
 def plain(x: torch.Tensor) -> bool:
@@ -310,9 +349,9 @@ def plain(x: torch.Tensor) -> bool:
 
 # By their own names here: they are asked in every call.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_modes = private(_C, "_len_torch_dispatch_stack")
-_function_modes = private(_C, "_len_torch_function_stack")
-_profiling = private("torch.autograd", "_profiler_enabled")
+modes_active = private(_C, "_len_torch_dispatch_stack")
+function_modes_active = private(_C, "_len_torch_function_stack")
+profiled = private("torch.autograd", "_profiler_enabled")
 # Is any functorch transform active, whatever tensor is at hand?
 transforms_active = private(_C, "_are_functorch_transforms_active")
 
@@ -364,10 +403,12 @@ single_level_functions = private(
 
 def traced_stack() -> Sequence[Any]:
     """The user's frames that Dynamo is tracing right now, outermost first."""
-    guards = sys.modules.get("torch._guards")
-    if guards is None or guards.TracingContext.try_get() is None:
-        return ()
-    return guards.TracingContext.extract_stack()
+    return () if tracing_context() is None else TracingContext.extract_stack()
+
+
+def tracing_context() -> Any:
+    """What Dynamo or AOTAutograd is making a graph of, None if they are not."""
+    return TracingContext.try_get()
 
 
 def op_name(op: Any) -> str:

@@ -72,7 +72,7 @@ dist.destroy_process_group()
 said = raises(fcoll.training._torch.backward_pass)
 assert said.startswith("torch 2.99.0 has no torch._C._current_graph_task_id"), said
 assert "2.13 to 2.15" in said
-assert "torch._C._distributed_c10d.FakeWork" in raises(fcoll.local._torch.done)
+assert "torch._C._distributed_c10d.FakeWork" in raises(fcoll._torch.completed_work)
 """
     )
 

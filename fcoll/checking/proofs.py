@@ -165,7 +165,7 @@ def signature(call: Issued | None, rank: int, known: Known) -> Any:
     """What must be the same on all ranks."""
     if call is None:
         return None
-    args, shapes = call.row.agreed(call.args, call.shapes)
+    args, shapes = call.agreed()
     common = sorted((name, known.common(x, rank)) for name, x in args.items())
     return call.row.message, known.common(shapes, rank), call.dtypes, tuple(common)
 

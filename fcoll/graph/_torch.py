@@ -180,4 +180,11 @@ def symbol_value(node: Any, symbol: Any) -> int | None:
 _ENDLESS = 2**48  # torch has bounds such as 2**63 - 1 for what has none
 
 
+# -- modules ---
+
+#: Of (root, graph): its code is made when it is first called or printed, which takes 2 s for 13,000
+#: nodes; most graphs are only read.
+lazy_graph_module = private("torch.fx._lazy_graph_module", "_LazyGraphModule", torch.fx.GraphModule)
+
+
 say_what_is_missing(__name__)

@@ -52,7 +52,7 @@ def calls_by_group(
 
 
 def _signature(call: Issued, how: str) -> Any:
-    args, shapes = call.row.agreed(call.args, call.shapes)
+    args, shapes = call.agreed()
     plain = sorted((name, _plain(x)) for name, x in args.items())
     return [call.row.message, list(call.dtypes), _plain(shapes), plain, how]
 

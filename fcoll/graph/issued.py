@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
@@ -21,6 +22,7 @@ from fcoll.groups import Group, by_name
 from fcoll.source import line_in, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
+from fcoll.table.signature import Facts
 from fcoll.transport.messages import PLAIN
 
 SHOWN = 4  # ranks of a group without a name
@@ -68,6 +70,18 @@ class Issued:
     def wire_bytes(self) -> Any:
         """The bytes that each rank sends."""
         return self.row.wire_bytes(self.n, self.bytes)
+
+    def agreed(self) -> tuple[dict[str, Any], list[list[Any]]]:
+        """What all ranks of the group must have alike, as the row says it: arguments by name, and
+        shapes. What eager calls compare is compared here, too: ranks that differ in ``grad`` issue
+        the same call, and other ones in the backward pass."""
+        args, shapes = self.row.agreed(self.args, self.shapes)
+        also = [name for name in self.row.own_args if name in Facts._fields]
+        if also:  # forms without the argument have the functional op's default
+            functional = getattr(torch.ops.fcoll, self.row.message).default
+            named = _torch.call_arguments(functional, (), self.args)
+            args |= {name: named[name] for name in also}
+        return args, shapes
 
 
 def with_sizes(call: Issued, sizes: Mapping[str, int]) -> Issued:
@@ -191,6 +205,7 @@ def why_none(mesh: Mapping[str, int]) -> str:
 def describe(call: Issued) -> str:
     """A call as errors name it: "all_reduce(sum) of float32 (8, 16) at model.py:31 in layers.0"."""
     shown = [str(v) for k, v in call.args.items() if k in _SHOWN and v is not None]
+    shown += ["grad=identity"] * (call.args.get("grad") == "identity")
     parts = [f"{d} {s}" for d, s in zip(call.dtypes, call.shapes, strict=True)]
     of = f" of {', '.join(parts)}" if parts else ""
     where = f" at {call.source}" + (f" in {call.module}" if call.module else "")

@@ -19,7 +19,24 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.distributed.distributed_c10d import ProcessGroup, Work
 
-from fcoll.imports import private, private_names, say_what_is_missing
+from fcoll._torch import (
+    FakeTensor,
+    add_batch_dim,
+    begin_vmap,
+    end_vmap,
+    modes_active,
+    remove_batch_dim,
+    resolve_process_group,
+    storage_id,
+)
+from fcoll._torch import FakeWork as FakeWork
+from fcoll._torch import below_autograd as below_autograd
+from fcoll._torch import default_group as default_group
+from fcoll._torch import is_faking as is_faking
+from fcoll._torch import mesh_group_names as mesh_group_names
+from fcoll._torch import no_modes as no_modes
+from fcoll._torch import unboxed_group as unboxed_group
+from fcoll.imports import private, say_what_is_missing
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -39,28 +56,11 @@ __all__ = [
     "resolve_group",
 ]
 
-FakeWork, PythonCallbackWork = private_names(
-    "torch._C._distributed_c10d", "FakeWork", "PythonCallbackWork"
-)
-_add_batch_dim, _remove_batch_dim = private_names(
-    "torch._C._functorch", "_add_batch_dim", "_remove_batch_dim"
-)
-_vmap_decrement_nesting, _vmap_increment_nesting = private_names(
-    "torch._C._functorch", "_vmap_decrement_nesting", "_vmap_increment_nesting"
-)
-FakeTensor, FakeTensorMode = private_names(
-    "torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"
-)
+PythonCallbackWork = private("torch._C._distributed_c10d", "PythonCallbackWork")
 FunctionalTensor = private("torch._subclasses.functional_tensor", "FunctionalTensor")
-check_p2p_op, default_group, _resolve_process_group = private_names(
-    "torch.distributed.distributed_c10d",
-    *("_check_op", "_get_default_group", "_resolve_process_group"),
-)
+check_p2p_op = private("torch.distributed.distributed_c10d", "_check_op")
 ConstantIntNode = private("torch.fx.experimental._constant_symnode", "ConstantIntNode")
-_get_current_dispatch_mode_stack, correct_aliasing = private_names(
-    "torch.utils._python_dispatch",
-    *("_get_current_dispatch_mode_stack", "return_and_correct_aliasing"),
-)
+correct_aliasing = private("torch.utils._python_dispatch", "return_and_correct_aliasing")
 
 AsyncCollectiveTensor = funcol.AsyncCollectiveTensor
 ScriptObject = torch._C.ScriptObject
@@ -95,14 +95,14 @@ def vmapped(size: int, call: Callable[..., Any]) -> Any:
         exclude = exclude.remove(key)
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude):
-        level = _vmap_increment_nesting(size, "error")
+        level = begin_vmap(size, "error")
         try:
             return call(
-                lambda stack: _add_batch_dim(stack, 0, level),
-                lambda result: _remove_batch_dim(result, level, size, 0),
+                lambda stack: add_batch_dim(stack, 0, level),
+                lambda result: remove_batch_dim(result, level, size, 0),
             )
         finally:
-            _vmap_decrement_nesting()
+            end_vmap()
 
 
 def has_batching_rule(func: torch._ops.OpOverload) -> bool:
@@ -112,11 +112,6 @@ def has_batching_rule(func: torch._ops.OpOverload) -> bool:
     if not torch._C._dispatch_has_kernel(name):  # aten::size and others that ask a wrapper
         return False
     return kernel(name, "FuncTorchBatched") or kernel(name, "FuncTorchBatchedDecomposition")
-
-
-def below_autograd() -> Any:
-    """In it, a view is a plain tensor on the same memory: no view tracking, no shared version."""
-    return torch._C._AutoDispatchBelowAutograd()
 
 
 def without_dispatch() -> Any:
@@ -167,11 +162,6 @@ def wrapper(cls: type, shape: Any, strides: Any, like: Tensor, **options: Any) -
     return made
 
 
-def in_fake_mode() -> bool:
-    """Is a FakeTensorMode active?"""
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-
-
 def in_a_trace(t: Tensor) -> bool:
     """Is it a tensor that AOT functionalizes?"""
     return isinstance(t, FunctionalTensor)
@@ -180,12 +170,12 @@ def in_a_trace(t: Tensor) -> bool:
 def is_shared(t: Tensor) -> bool:
     """Is the memory of a tensor seen by other tensors as well?"""
     # the tensor itself and the storage object that is asked for
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2
+    return torch._C._storage_Use_Count(storage_id(t)) > 2
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Are they views of one piece of memory?"""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_id(a) == storage_id(b)
 
 
 def has_memory(storage: Any) -> bool:
@@ -197,21 +187,11 @@ def has_memory(storage: Any) -> bool:
     return True
 
 
-def unbox_group(group: Any) -> ProcessGroup:
-    """The process group that a c10d op got."""
-    return ProcessGroup.unbox(group) if isinstance(group, ScriptObject) else group
-
-
 def resolve_group(group: Any) -> ProcessGroup:
     """The process group that a functional op got: by name, boxed or itself."""
     if isinstance(group, (ProcessGroup, ScriptObject)):
-        return unbox_group(group)
-    return _resolve_process_group(group)
-
-
-def done() -> Any:
-    """A Work that is complete, as c10d ops return it."""
-    return Work.boxed(FakeWork())
+        return unboxed_group(group)
+    return resolve_process_group(group)
 
 
 def boxed(work: Any) -> Any:
@@ -250,15 +230,10 @@ def mesh_fibers(mesh: Any) -> Tensor:
     return mesh._layout.remap_to_tensor(mesh._rank_map.clone())
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """No mode sees what is done inside: numbers of a mesh are real, whatever else is fake."""
-    return torch.utils._python_dispatch._disable_current_modes()
-
-
 def outside_of_modes(t: Tensor) -> AbstractContextManager[Any]:
     """A plain tensor is read as it is, also where new tensors would be fake."""
-    plain = type(t) is Tensor and torch._C._len_torch_dispatch_stack() > 0
-    return without_modes() if plain else nullcontext()
+    plain = type(t) is Tensor and modes_active() > 0
+    return no_modes() if plain else nullcontext()
 
 
 class below_the_mode:
@@ -275,14 +250,7 @@ class below_the_mode:
 
 def one_mode() -> bool:
     """Is there one mode that sees ops, and nobody else?"""
-    return (
-        torch._C._len_torch_dispatch_stack() == 1 and not torch._C._is_torch_function_mode_enabled()
-    )
-
-
-def is_coalescing(group: ProcessGroup) -> bool:
-    """Is the call one of several that a coalescing manager starts together?"""
-    return group in dist.distributed_c10d._world.pg_coalesce_state
+    return modes_active() == 1 and not torch._C._is_torch_function_mode_enabled()
 
 
 def living_meshes() -> list[Any]:
@@ -290,10 +258,6 @@ def living_meshes() -> list[Any]:
 
     # by type: isinstance asks objects, and some of torch's warn when asked
     return [o for o in gc.get_objects() if DeviceMesh in type(o).__mro__]
-
-
-def mesh_group_names(mesh: Any) -> list[str]:
-    return list(getattr(mesh, "_dim_group_names", ()))
 
 
 def mesh_dim_index(mesh: Any, dim: str) -> int:

@@ -14,6 +14,16 @@ from fcoll.local.errors import RanksDiffer
 from fcoll.source import user_line
 
 
+def _on_each_rank(fn: Callable[..., int]) -> Callable[..., Any]:
+    """The method that computes ``fn`` rank by rank."""
+    return lambda node, *others: node._map(fn, *others)
+
+
+def _one_answer(fn: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    """The method that compares by ``fn``, on which ranks must agree."""
+    return lambda node, other: node._ask(fn, other)
+
+
 class LocalIntNode:
     """One int a rank, as the node of a SymInt; all equal, it is a constant.
 
@@ -54,17 +64,7 @@ class LocalIntNode:
     def is_float(self) -> bool:
         return False
 
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
+    is_bool = is_nested_int = is_symbolic = is_constant = is_float
 
     def clone(self) -> LocalIntNode:
         return self
@@ -98,54 +98,21 @@ class LocalIntNode:
         return made
 
     # arithmetic, rank by rank
-    def add(self, other: Any) -> Any:
-        return self._map(lambda a, b: a + b, other)
-
-    def sub(self, other: Any) -> Any:
-        return self._map(lambda a, b: a - b, other)
-
-    def mul(self, other: Any) -> Any:
-        return self._map(lambda a, b: a * b, other)
-
-    def floordiv(self, other: Any) -> Any:
-        return self._map(lambda a, b: a // b, other)
-
-    int_floordiv = floordiv
-
-    def mod(self, other: Any) -> Any:
-        return self._map(lambda a, b: a % b, other)
-
-    def pow(self, other: Any) -> Any:
-        return self._map(lambda a, b: a**b, other)
-
-    pow_by_natural = pow
-
-    def neg(self) -> Any:
-        return self._map(lambda a: -a)
-
-    def abs(self) -> Any:
-        return self._map(abs)
-
-    def bitwise_and(self, other: Any) -> Any:
-        return self._map(operator.and_, other)
-
-    def bitwise_or(self, other: Any) -> Any:
-        return self._map(operator.or_, other)
-
-    def bitwise_xor(self, other: Any) -> Any:
-        return self._map(operator.xor, other)
-
-    def lshift(self, other: Any) -> Any:
-        return self._map(operator.lshift, other)
-
-    def rshift(self, other: Any) -> Any:
-        return self._map(operator.rshift, other)
-
-    def sym_max(self, other: Any) -> Any:
-        return self._map(max, other)
-
-    def sym_min(self, other: Any) -> Any:
-        return self._map(min, other)
+    add = _on_each_rank(operator.add)
+    sub = _on_each_rank(operator.sub)
+    mul = _on_each_rank(operator.mul)
+    floordiv = int_floordiv = _on_each_rank(operator.floordiv)
+    mod = _on_each_rank(operator.mod)
+    pow = pow_by_natural = _on_each_rank(operator.pow)
+    neg = _on_each_rank(operator.neg)
+    abs = _on_each_rank(operator.abs)
+    bitwise_and = _on_each_rank(operator.and_)
+    bitwise_or = _on_each_rank(operator.or_)
+    bitwise_xor = _on_each_rank(operator.xor)
+    lshift = _on_each_rank(operator.lshift)
+    rshift = _on_each_rank(operator.rshift)
+    sym_max = _on_each_rank(max)
+    sym_min = _on_each_rank(min)
 
     def sym_sum(self, others: Sequence[Any]) -> Any:
         return self._map(lambda a, *more: sum(more), *others)
@@ -157,17 +124,8 @@ class LocalIntNode:
     def ne(self, other: Any) -> Any:
         return _torch.constant_bool(self._all(lambda a, b: a == b, other) != {True})
 
-    def ge(self, other: Any) -> Any:
-        return self._ask(lambda a, b: a >= b, other)
-
-    def le(self, other: Any) -> Any:
-        return self._ask(lambda a, b: a <= b, other)
-
-    def gt(self, other: Any) -> Any:
-        return self._ask(lambda a, b: a > b, other)
-
-    def lt(self, other: Any) -> Any:
-        return self._ask(lambda a, b: a < b, other)
+    ge, le = _one_answer(operator.ge), _one_answer(operator.le)
+    gt, lt = _one_answer(operator.gt), _one_answer(operator.lt)
 
 
 class RankNode(LocalIntNode):
@@ -187,11 +145,7 @@ class RankNode(LocalIntNode):
         rank = min(self._local_ints)
         return _torch.constant_bool(bool(fn(self.first, int_on_rank(other, rank))))
 
-    def eq(self, other: Any) -> Any:
-        return self._ask(operator.eq, other)
-
-    def ne(self, other: Any) -> Any:
-        return self._ask(operator.ne, other)
+    eq, ne = _one_answer(operator.eq), _one_answer(operator.ne)
 
     def bool_(self) -> bool:
         return bool(self.ne(0))

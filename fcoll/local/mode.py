@@ -49,7 +49,7 @@ class LocalTensorMode(TorchDispatchMode):
         modes.get_local_tensor_mode_list().append(self)
         mode_patches.in_force.__enter__()
         self.enable_()
-        if not _torch.in_fake_mode():  # all ranks start from the same state
+        if not _torch.is_faking():  # all ranks start from the same state
             self._per_rank_rng_states.update(dict.fromkeys(self.ranks, rng.get_state()))
         return super().__enter__()
 

@@ -21,7 +21,7 @@ _torchs_module = sys.modules.get(_TORCHS)
 
 
 def _apply(patches: Patches) -> None:
-    from fcoll.local import row_calls  # not at import: this may be served early
+    from fcoll.local import group_methods  # not at import: this may be served early
 
     at = _torch.patched_modules()
     changes: list[tuple[Any, dict[str, Callable[..., Any]]]] = [
@@ -29,7 +29,7 @@ def _apply(patches: Patches) -> None:
         (at["torch"], _RANDOM),
         (at["random"], _RANDOM),
         (at["dist"], _DIST),
-        (dist.ProcessGroup, row_calls.methods()),
+        (dist.ProcessGroup, group_methods.methods()),
         (at["funcol"], {"permute_tensor": permute_tensor}),
         (fcoll_groups, {"rank_asked": rank_asked}),
         (at["SymInt"], {"__hash__": rank_hash, "__format__": formatted}),

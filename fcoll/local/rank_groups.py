@@ -35,7 +35,7 @@ def _note(group: Any, found: Groups) -> None:
 
 
 def _along(mesh: Any, dim: int) -> Groups:
-    with _torch.without_modes():
+    with _torch.no_modes():
         fibers = _torch.mesh_fibers(mesh)
         lists = fibers.movedim(dim + 1, -1).reshape(-1, fibers.shape[dim + 1]).tolist()
     return tuple(map(tuple, lists))

@@ -11,7 +11,7 @@ place before there is a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,7 +89,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
             x, args["reduce_op"] = premul.scaled(row.name, x), "sum"
     stack = x._as_stack()
     if stack is not None and not _ragged(args) and stack.layout is torch.strided:
-        _check_divisible(row.name, stack.shape[1:], len(who.groups[0]), args)
+        check_divisible(row.name, stack.shape[1:], len(who.groups[0]), args)
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
         assert row.stacked is not None
@@ -100,7 +100,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
     for g in who.groups:
         mine = [x._tensors()[r] for r in g]
         for t in mine:
-            _check_divisible(row.name, t.shape, len(g), args)
+            check_divisible(row.name, t.shape, len(g), args)
         of_ranks = [{k: _of_rank(v, r) for k, v in args.items()} for r in g]
         parts |= zip(g, row.uneven(mine, of_ranks), strict=True)
     return Result(who.ranks, parts=parts)
@@ -120,7 +120,7 @@ def _of_rank(value: Any, rank: int) -> Any:
     return value
 
 
-def _check_divisible(name: str, shape: Sequence[int], n: int, args: Mapping[str, Any]) -> None:
+def check_divisible(name: str, shape: Sequence[int], n: int, args: Mapping[str, Any]) -> None:
     """A scattered dim must be divisible: torch's own simulation drops the rest."""
     if (name == "reduce_scatter_tensor" and not args.get("sizes")) or (
         name == "all_to_all_single" and not args.get("input_split_sizes")
@@ -131,7 +131,7 @@ def _check_divisible(name: str, shape: Sequence[int], n: int, args: Mapping[str,
             raise UnevenShard(op=name, remedy="output_split_sizes= and input_split_sizes=", **facts)
 
 
-def _arguments(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def arguments_of(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """(its tensor or tensors, the group, the others by name) of a call of the row."""
     names = (a.name for a in row.arguments)
     named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -150,7 +150,7 @@ def _arguments(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def results(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Result]:
     """What the ranks get from a call of the row: of one on lists, for each tensor."""
-    (first, group, named), single = _arguments(row, args, kwargs), single_row(row)
+    (first, group, named), single = arguments_of(row, args, kwargs), single_row(row)
     if not isinstance(first, (list, tuple)):
         return [run(single, first, group, named)]
     dims = named.pop("dims", None) or [0] * len(first)
@@ -274,27 +274,27 @@ def run_c10d(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} not implemented")
     op = c10d.OPS[name]
     named = op.named(args, kwargs)
-    group = _torch.unbox_group(named["process_group"])
+    group = _torch.unboxed_group(named["process_group"])
     if op.row == "irecv":
-        return _receive(op.read(named, _with_size))
+        return _receive(op.read(named, with_size))
     if op.row == "isend":
-        _c10d.send(*op.read(named, _with_size).args)
+        _c10d.send(*op.read(named, with_size).args)
     else:
         named["process_group"] = group
         carry_out(op, named)
     return op.returned(args)
 
 
-def _with_size(group: Any) -> tuple[Any, int]:
+def with_size(group: Any) -> tuple[Any, int]:
     return group, group.size()
 
 
 def carry_out(op: c10d.Op, named: dict[str, Any]) -> None:
     """A collective of c10d with these arguments."""
-    if op.name in _PIECES:
+    if op.name in PIECES:
         _exchange_pieces(op.name, named)
         return
-    message = op.read(named, _with_size)
+    message = op.read(named, with_size)
     if not message.outs:
         return
     row, args, order = functional_row(COLLECTIVES[message.row]), message.args, None
@@ -316,7 +316,7 @@ _OF_OBJECTS = {"allgather_", *(("_allgather_base_",) if _torch.OBJECTS_IN_ONE_TE
 _LISTS = ("Output", "output_tensors"), ("Input", "input_tensors")
 #: Ops on lists whose tensors go from rank to rank as they are -> (route, outputs, inputs): one flat
 #: tensor of all, as rows take it, would cost ten times as much.
-_PIECES = {
+PIECES = {
     "gather_": ("gather", *_LISTS),
     "scatter_": ("scatter", *_LISTS),
     "reduce_scatter_": ("reduce_scatter", *_LISTS),
@@ -325,8 +325,8 @@ _PIECES = {
 
 
 def _exchange_pieces(name: str, named: Mapping[str, Any]) -> None:
-    route, *lists = _PIECES[name]
-    outs, ins = ([local(x, which) for x in _tensors_in(named[key])] for which, key in lists)
+    route, *lists = PIECES[name]
+    outs, ins = ([local(x, which) for x in tensors_in(named[key])] for which, key in lists)
     group, root = named["process_group"], named.get("root_rank", -1)
     for tensors, several in ((outs, name in ("gather_", "alltoall_")), (ins, name != "gather_")):
         if len(tensors) != (n := group.size() if several else 1):
@@ -354,9 +354,9 @@ def _result(parts: dict[int, Tensor]) -> Result:
     return Result(ranks, parts={r: parts[r].clone() for r in ranks})
 
 
-def _tensors_in(given: Any) -> list[Any]:
+def tensors_in(given: Any) -> list[Any]:
     if isinstance(given, (list, tuple)):
-        return [x for some in given for x in _tensors_in(some)]
+        return [x for some in given for x in tensors_in(some)]
     return [given]
 
 
@@ -374,89 +374,3 @@ def _receive(message: c10d.Message) -> Any:
         return True
 
     return _torch.boxed(_torch.PythonCallbackWork(wait))
-
-
-# ---- torch.distributed's calls that nobody else listens to
-
-
-def methods() -> dict[str, Callable[..., Any]]:
-    """Those of ProcessGroup that call collectives, for ``patches.where``."""
-    collectives = [op for op in c10d.OPS.values() if not COLLECTIVES[op.row].is_p2p]
-    return {name: _of_method(op) for op in collectives for name in op.methods}
-
-
-def _of_method(op: c10d.Op) -> Callable[..., Any]:
-    """Not through the dispatcher, where boxing and unboxing a call take as long as the collective
-    on 64 ranks, and by a plan if a call like it was made before."""
-    at = op.arguments.index("process_group")
-
-    def call(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = _tensors_in(args[:at])
-        plain = not kwargs and _torch.one_mode() and all(map(_is_plain, tensors))
-        named = op.of_method(args) if plain else None
-        if named is None:
-            with premul.noted(args):
-                return original(group, *args, **kwargs)
-        with _torch.below_the_mode():
-            plan = _planned(op, named, tensors, group) if len(tensors) <= 2 else None
-            if plan is not None:
-                plan.run(tensors)
-            else:
-                with premul.noted(args):
-                    carry_out(op, {**named, "process_group": group})
-        return _torch.FakeWork()
-
-    return call
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, LocalTensor) and type(x._stack) is Tensor and not x.requires_grad
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A call that was read and checked: what is left to do with tensors of the same shapes."""
-
-    changes: int  # of what is known of groups, until which it holds
-    rule: Callable[..., Tensor]
-    args: Mapping[str, Any]
-    who: Calling
-    source: int  # which of the call's tensors it takes
-    target: int  # and which it writes to
-
-    def run(self, tensors: Sequence[LocalTensor]) -> None:
-        stack = self.rule(tensors[self.source]._stack, self.args, self.who.partition)
-        write(Result(self.who.ranks, stack=stack), tensors[self.target])
-
-
-_UNKNOWN: Any = object()
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan | None]] = weakref.WeakKeyDictionary()
-
-
-def _planned(op: c10d.Op, named: dict[str, Any], tensors: list[Any], group: Any) -> Plan | None:
-    """Kept: of a call with other arguments that look the same; None if it takes more than one rule
-    on a stack of all ranks."""
-    others = tuple(v for k, v in named.items() if not isinstance(v, (Tensor, list)))
-    key = op.name, others, *((x.shape, x.dtype, x._order) for x in tensors)
-    kept = _plans.setdefault(group, {})
-    plan = kept.get(key, _UNKNOWN)
-    if plan is _UNKNOWN or (plan is not None and plan.changes != rank_groups.changes):
-        plan = kept[key] = _plan(op, {**named, "process_group": group}, tensors)
-    return plan
-
-
-def _plan(op: c10d.Op, named: dict[str, Any], tensors: list[Any]) -> Plan | None:
-    if op.name in _PIECES or op.name == "alltoall_base_":
-        return None
-    message, group = op.read(named, _with_size), named["process_group"]
-    at = {id(x): i for i, x in enumerate(tensors)}
-    x: Any = message.args[0] if message.args else None
-    row = functional_row(COLLECTIVES[message.row])
-    outs = [out for some in message.outs for out in some]
-    if len(outs) != 1 or message.root is not None or row.on_lists or id(x) not in at:
-        return None
-    args, who = _arguments(row, message.args, {})[2], calling(group, x._order)
-    if args.get("reduce_op") == PREMUL_SUM or who.ranks != x._order or row.stacked is None:
-        return None
-    _check_divisible(row.name, x.shape, len(who.groups[0]), args)
-    return Plan(rank_groups.changes, row.stacked, args, who, at[id(x)], at[id(outs[0])])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fcoll._torch import at_end_of_backward as at_end_of_backward
 from fcoll.imports import say_what_is_missing
 from fcoll.tracing._torch import ENGINE_CODE
 
@@ -46,11 +47,6 @@ def called_by_engine() -> bool:
     while frame is not None and frame.f_code.co_filename in _AROUND:
         frame = frame.f_back
     return frame is None or frame.f_code is ENGINE_CODE
-
-
-def at_end_of_backward(fn: Callable[[], None]) -> None:
-    """Call fn when the backward pass that is running has computed all its gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
 
 
 def find_op(name: str) -> Any:

@@ -8,15 +8,12 @@ the dispatcher, which C++ calls pass as well. Of calls within calls only the out
 from __future__ import annotations
 
 import functools
-import json
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter_ns
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,11 +26,12 @@ from fcoll.eager.async_tensor import AsyncCollectiveTensor
 from fcoll.graph._torch import call_arguments
 from fcoll.groups import Group, by_name, group_name
 from fcoll.profiling import _torch
+from fcoll.profiling.call_lines import CallLines
 from fcoll.ranks.patches import Patches
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import Frames, current_part, is_library, is_own_or_torchs, show, sites_from
+from fcoll.source import current_part
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
@@ -63,6 +61,10 @@ class Call:
         """What the thread spent in the calls; not what lay between start and wait."""
         return self.start_us + self.wait_us
 
+    def waited(self, us: float) -> None:
+        self.wait_us += us
+        self.waits += 1
+
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -91,7 +93,7 @@ class Timers:
         self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
         # rank -> number of an autograd node, which each thread counts -> the line that made it
         self._forward: defaultdict[Rank | None, dict[int, str]] = defaultdict(dict)
-        self._lines = _Lines()
+        self._lines = CallLines()
 
     def listen(self, calls: list[Call]) -> None:
         with self._lock:
@@ -220,48 +222,44 @@ class Timers:
         return lambda run: lambda *args, **kwargs: self._time(run, args, kwargs, describe, "c10d")
 
     def _time(self, run: Any, args: Any, kwargs: Any, describe: Describe, way: str) -> Any:
-        thread = self._thread
-        if thread.inside:
+        if self._thread.inside:
             return run(*args, **kwargs)
-        thread.inside = True
         node = tracing_torch.sequence_nr()
+        out, us = self._measure(run, args, kwargs)
+        if out is not NotImplemented:
+            self._note(describe(args, kwargs, out), way, us, out, args, node)
+        return out
+
+    def _measure(self, run: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """What a call returns, and its us; calls within it are not timed."""
+        self._thread.inside = True
         try:
             begin = perf_counter_ns()
             out = run(*args, **kwargs)
-            end = perf_counter_ns()
-            if out is not NotImplemented:
-                self._note(describe(args, kwargs, out), way, (end - begin) / 1e3, out, args, node)
+            return out, (perf_counter_ns() - begin) / 1e3
         finally:
-            thread.inside = False
-        return out
+            self._thread.inside = False
 
     def _wait(self, run: Any, args: Any, kwargs: Any) -> Any:
-        thread = self._thread
-        if thread.inside:
+        if self._thread.inside:
             return run(*args, **kwargs)
         call = self._pending.pop(_storage(args[0]), None)
         left = fcoll_torch.work_registry_size()
-        thread.inside = True
-        try:
-            begin = perf_counter_ns()
-            out = run(*args, **kwargs)
-            end = perf_counter_ns()
-            if out is NotImplemented and call is not None:  # it is waited for in another way
-                self._pending[_storage(args[0])] = call
-            elif call is not None:
-                _waited(call, begin, end)
-            elif fcoll_torch.work_registry_size() < left:
-                self._wait_of_another(args[0], begin, end)
-        finally:
-            thread.inside = False
+        out, us = self._measure(run, args, kwargs)
+        if out is NotImplemented and call is not None:  # it is waited for in another way
+            self._pending[_storage(args[0])] = call
+        elif call is not None:
+            call.waited(us)
+        elif fcoll_torch.work_registry_size() < left:
+            self._wait_of_another(args[0], us)
         return out
 
-    def _wait_of_another(self, x: Tensor, begin: int, end: int) -> None:
+    def _wait_of_another(self, x: Tensor, us: float) -> None:
         """A wait for what was issued before anyone listened."""
         source, phase = self._lines.here({})
         group = Group("", (0,), 0, None, "?", ())
         call = Call("wait_tensor", group, x.nbytes, _dtype(x), phase, "op", source, 0.0)
-        _waited(call, begin, end)
+        call.waited(us)
         self._tell(call)
 
     def _work_waits(self, wait: Any) -> Any:
@@ -269,13 +267,8 @@ class Timers:
             _, call = self._works.pop(id(work), (None, None))
             if call is None or self._thread.inside:
                 return wait(work, *args, **kwargs)
-            self._thread.inside = True
-            try:
-                begin = perf_counter_ns()
-                done = wait(work, *args, **kwargs)
-                _waited(call, begin, perf_counter_ns())
-            finally:
-                self._thread.inside = False
+            done, us = self._measure(wait, (work, *args), kwargs)
+            call.waited(us)
             return done
 
         return timed
@@ -319,11 +312,6 @@ class Timers:
         for calls, owner in self.listeners:
             if owner is None or owner is self._thread.owner:
                 calls.append(call)
-
-
-def _waited(call: Call, begin: int, end: int) -> None:
-    call.wait_us += (end - begin) / 1e3
-    call.waits += 1
 
 
 # -- what a call is ---
@@ -397,63 +385,6 @@ def _storage(x: Tensor) -> int:
     x = x.elem if isinstance(x, AsyncCollectiveTensor) else x
     begin = x.data_ptr() - x.storage_offset() * x.itemsize
     return begin if begin > 0 else tracing_torch.storage_id(x)  # an empty one, as a send gives
-
-
-Marks = list[tuple[int, str]]  # (line of a generated file, the user's line)
-
-
-class _Lines:
-    """The user's line that a call is from; files are looked at once."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, Marks | None] = {}  # of files that are not the user's
-        self._shown: dict[Frames, str] = {}
-
-    def here(self, forward: dict[int, str]) -> tuple[str, str]:
-        """(line, phase). In the backward pass the line is that of the collective whose gradient it
-        is, or of backward() if it is none's."""
-        running = tracing_torch.running_node()
-        source, in_engine = self._walk(sys._getframe(3))
-        if running is not None and in_engine:
-            source = forward.get(tracing_torch.node_number(running), source)
-        return source, "bwd" if in_engine or running is not None else "fwd"
-
-    def _walk(self, frame: FrameType | None) -> tuple[str, bool]:
-        """The nearest line of the user's; and did the autograd engine come before it?"""
-        in_engine = False
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name not in self._files:
-                self._files[name] = _marks(name) if is_library(name) else None
-            marks, line = self._files[name], frame.f_lineno
-            if marks is None:
-                return self._show(sites_from(frame)), in_engine
-            if above := [source for at, source in marks if at <= line]:
-                return above[-1], False
-            in_engine = in_engine or frame.f_code is tracing_torch.ENGINE_CODE
-            frame = frame.f_back
-        return "", in_engine
-
-    def _show(self, sites: Frames) -> str:
-        if sites not in self._shown:
-            self._shown[sites] = show(*sites)
-        return self._shown[sites]
-
-
-def _marks(filename: str) -> Marks:
-    """Those of the collectives in a file that the fcoll backend generated; none in another."""
-    if is_own_or_torchs(filename) or filename.startswith("<"):
-        return []
-    found = []
-    try:
-        with open(filename) as file:
-            for number, text in enumerate(file, 1):
-                head, mark, facts = text.partition("# fcoll: ")
-                if mark and not head.strip():
-                    found.append((number, json.loads(facts)["source"]))
-    except (OSError, ValueError, KeyError):
-        return []
-    return found
 
 
 timers = Timers()

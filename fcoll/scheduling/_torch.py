@@ -1,19 +1,17 @@
-"""torch's own scheduler of FX graphs, for comparison, and graph modules whose code is made when
-they are first called. Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names."""
+"""torch's own scheduler of FX graphs, for comparison. Tested with torch 2.13.0, 2.14.1 and
+2.15.0, which all have these names."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import fx
 
-from fcoll.imports import private, say_what_is_missing
-
-_LazyGraphModule = private("torch.fx._lazy_graph_module", "_LazyGraphModule", fx.GraphModule)
+from fcoll.imports import say_what_is_missing
+from fcoll.ranks.patches import patched
 
 
 def overlap_scheduler_order(
@@ -41,7 +39,9 @@ def overlap_scheduler_order(
         made[node] = copied.node_copy(node, made.__getitem__)
         names[made[node]] = node.name
     module = fx.GraphModule(torch.nn.Module(), copied)
-    with _without_roofline(overlap_scheduling):
+    # it asks for a price of its own besides ours, which takes a GPU
+    no_roofline = {"estimate_roofline_runtime_ms": lambda node: 0.0}
+    with patched("fcoll.schedule", overlap_scheduling, no_roofline):
         scheduler = Scheduler(
             module,
             max_in_flight_gb=5,
@@ -50,7 +50,7 @@ def overlap_scheduler_order(
             insert_overlap_deps=False,
             compute_overlap_multipler=1.0,
             max_coll_distance=200,
-            custom_runtime_estimation=_estimation(names, us),
+            custom_runtime_estimation=lambda node, size: us(names[node]) / 1000,
             compute_estimator="analytical",
             max_memory_increase_gb=max_memory_increase_gb,
             max_memory_increase_ratio=max_memory_increase_ratio,
@@ -59,17 +59,6 @@ def overlap_scheduler_order(
     with _deep_recursion(), inductor_config.patch(fix):  # else it raises for order edges of its own
         scheduler.run()
     return [names[node] for node in module.graph.nodes]
-
-
-@contextmanager
-def _without_roofline(module: Any) -> Iterator[None]:
-    """It asks for a price of its own besides ours, which takes a GPU."""
-    before = module.estimate_roofline_runtime_ms
-    module.estimate_roofline_runtime_ms = lambda node: 0.0
-    try:
-        yield
-    finally:
-        module.estimate_roofline_runtime_ms = before
 
 
 @contextmanager
@@ -82,17 +71,6 @@ def _deep_recursion() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(before)
-
-
-def _estimation(
-    names: dict[fx.Node, str], us: Callable[[str], float]
-) -> Callable[[fx.Node, int | None], Any]:
-    return lambda node, size: us(names[node]) / 1000
-
-
-def lazy_graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Most changed graphs are planned and never run: their code took a fifth of the time."""
-    return _LazyGraphModule(root, graph)
 
 
 say_what_is_missing(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fcoll.scheduling._torch import lazy_graph_module
+from fcoll.graph._torch import lazy_graph_module
 
 KEPT = 2  # instances of a run at each end
 PERIODS = 8  # lengths that are tried

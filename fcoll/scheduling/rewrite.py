@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fcoll.scheduling._torch import lazy_graph_module
+from fcoll.graph._torch import lazy_graph_module
 
 _values: ContextVar[dict[Any, Any] | None] = ContextVar("values", default=None)
 

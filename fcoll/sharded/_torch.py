@@ -33,6 +33,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as Enu
 from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
 from torch.distributed.remote_device import _remote_device as RemoteDevice
 
+from fcoll._torch import default_group as default_group
 from fcoll.imports import private, say_what_is_missing
 from fcoll.ranks.patches import Patches
 
@@ -96,10 +97,6 @@ def check_in_graph(condition: torch.Tensor, message: str) -> None:
 def wrapper(cls: type, size: torch.Size, **properties: Any) -> Any:
     """A tensor of this class and size that has no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, size, **properties)  # type: ignore[attr-defined]
-
-
-def default_group() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
 
 
 def is_member(pg: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,13 +19,23 @@ import torch.distributed.c10d_logger as _logger
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
+from fcoll._torch import (
+    TorchAsyncCollectiveTensor,
+    dispatch_modes,
+    function_modes_active,
+    modes_active,
+    no_modes,
+    work_registry_size,
+)
+from fcoll._torch import at_end_of_backward as after_backward
+from fcoll._torch import has_no_data as has_no_data
+from fcoll._torch import is_faking as is_faking
 from fcoll.imports import private, say_what_is_missing
 
-Future = private("torch._C", "Future")
-FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
-tree_map_only = private("torch.utils._pytree", "tree_map_only")
+__all__ = ["after_backward"]
 
-TorchAsyncCollectiveTensor = torch.distributed._functional_collectives.AsyncCollectiveTensor
+Future = private("torch._C", "Future")
+tree_map_only = private("torch.utils._pytree", "tree_map_only")
 
 c10d_logger = _logger
 
@@ -72,23 +82,14 @@ def backward_is_over() -> bool:
     return in_backward() and torch._C._current_autograd_node() is None
 
 
-def after_backward(callback: Callable[[], Any]) -> None:
-    """Call it when the backward that runs has computed all gradients, in the order given."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 @contextmanager
 def unseen() -> Iterator[None]:
     """Whatever modes this thread is in, they do not see what is done inside."""
-    if torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() == 0:
+    if modes_active() + function_modes_active() == 0:
         yield
         return
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+    with no_modes(), torch._C.DisableTorchFunction():
         yield
-
-
-def has_no_data(x: torch.Tensor) -> bool:
-    return type(x) is FakeTensor or x.is_meta
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +101,7 @@ def forget_work(tensors: Iterable[torch.Tensor]) -> None:
     """Take the work on these tensors out of the thread's C++ registry, which would keep it until
     the process ends. It must not block any more."""
     for x in tensors:
-        if torch._C._distributed_c10d._get_work_registry_size() == 0:
+        if work_registry_size() == 0:
             return
         with torch.no_grad(), unseen():
             torch.ops._c10d_functional.wait_tensor(x.detach())
@@ -165,13 +166,7 @@ def left_by_torch() -> bool:
 
 def is_traced() -> bool:
     """Does a trace (fcoll/tracing) see the ops that this thread calls?"""
-    stack = private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
-    return any(getattr(mode, "traces_calls", False) for mode in stack())
-
-
-def is_faking() -> bool:
-    """Does this thread run on fake tensors, as a trace does?"""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return any(getattr(mode, "traces_calls", False) for mode in dispatch_modes())
 
 
 say_what_is_missing(__name__)

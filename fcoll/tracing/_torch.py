@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -20,29 +21,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fcoll._torch import FakeWork
+from fcoll._torch import FakeTensor as FakeTensor
+from fcoll._torch import FakeWork, no_modes, resolve_process_group, tracing_context
+from fcoll._torch import dispatch_modes as dispatch_modes
 from fcoll._torch import op_name as op_name
+from fcoll._torch import storage_id as storage_id
 from fcoll._torch import unboxed_group as unboxed_group
 from fcoll.graph._torch import call_arguments as call_arguments
-from fcoll.imports import private, private_names, say_what_is_missing
-from fcoll.ranks.patches import Patches, patched
+from fcoll.graph._torch import lazy_graph_module, op_writes
+from fcoll.imports import private, say_what_is_missing
+from fcoll.ranks.patches import patched
 
 
 class _Never(Exception):
     """In the place of an exception that this version of torch does not have."""
 
 
-TracingContext, detect_fake_mode = private_names(
-    "torch._guards", "TracingContext", "detect_fake_mode"
-)
-FakeTensor, FakeTensorMode = private_names(
-    "torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"
-)
+detect_fake_mode = private("torch._guards", "detect_fake_mode")
+FakeTensorMode = private("torch._subclasses.fake_tensor", "FakeTensorMode")
 _engine_run_backward = private("torch.autograd.graph", "_engine_run_backward")
-_LazyGraphModule = private("torch.fx._lazy_graph_module", "_LazyGraphModule", torch.fx.GraphModule)
 ShapeEnv = private("torch.fx.experimental.symbolic_shapes", "ShapeEnv")
-_disable_current_modes, is_traceable_wrapper_subclass = private_names(
-    "torch.utils._python_dispatch", "_disable_current_modes", "is_traceable_wrapper_subclass"
+is_traceable_wrapper_subclass = private(
+    "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
 tree_iter = private("torch.utils._pytree", "tree_iter")
 _device_constructors = private("torch.utils._device", "_device_constructors")
@@ -54,17 +54,31 @@ _device_constructors = private("torch.utils._device", "_device_constructors")
 replaced = functools.partial(patched, "a trace")
 
 
-@contextmanager
-def around_new_groups(note: Callable[[Sequence[int], bool], None]) -> Iterator[None]:
+def _ahead_of(owner: Any, names: Sequence[str], call: Callable[..., object]) -> Any:
+    """Inside, ``call`` is made with the arguments of each call of these functions, ahead of it."""
+
+    def around(name: str) -> Any:
+        original = getattr(owner, name)
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            call(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        return staticmethod(both) if is_static else both
+
+    return replaced(owner, {name: around(name) for name in names})
+
+
+def around_new_groups(
+    note: Callable[[Sequence[int], bool], None],
+) -> AbstractContextManager[None]:
     """Call note(ranks, by members only) where torch names a group that is about to be made."""
-    name = c10d._process_group_name
 
-    def noted(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+    def named(ranks: Sequence[int], use_hashed_name: bool) -> None:
         note(ranks, use_hashed_name)
-        return name(ranks, use_hashed_name)
 
-    with replaced(c10d, {"_process_group_name": noted}):
-        yield
+    return _ahead_of(c10d, ["_process_group_name"], named)
 
 
 @contextmanager
@@ -148,7 +162,7 @@ def real_meshes() -> Iterator[None]:
 
     def real(fn: Callable[..., Any]) -> Callable[..., Any]:
         def outside(*args: Any) -> Any:
-            with _disable_current_modes():
+            with no_modes():
                 return fn(*args)
 
         return outside
@@ -158,38 +172,23 @@ def real_meshes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def around_axes(note: Callable[[Any], None]) -> Iterator[None]:
+def around_axes(note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Call note(axes) whenever a mesh is asked for axes, by name or number."""
-    names = ("__getitem__", "get_group", "get_local_rank", "size")
 
-    def around(original: Any) -> Any:
-        def method(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-            for given in (*args, *kwargs.values()):
-                note(given)
-            return original(mesh, *args, **kwargs)
+    def asked(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            note(given)
 
-        return method
-
-    with replaced(DeviceMesh, {name: around(vars(DeviceMesh)[name]) for name in names}):
-        yield
+    return _ahead_of(DeviceMesh, ("__getitem__", "get_group", "get_local_rank", "size"), asked)
 
 
 @contextmanager
 def around_waits(before: Callable[[dist.Work], None]) -> Iterator[None]:
     """Call before(work) whenever the program waits for a handle of a fake or real group."""
-
-    def around(original: Any) -> Any:
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            before(work)
-            return original(work, *args, **kwargs)
-
-        return wait
-
-    with Patches("a trace") as patches:
+    with ExitStack() as stack:
         for cls in (dist.Work, FakeWork):
             if "wait" in vars(cls):
-                patches.wrap(cls, "wait", around)
+                stack.enter_context(_ahead_of(cls, ["wait"], lambda work, *_, **__: before(work)))
         yield
 
 
@@ -335,47 +334,24 @@ def group_ranks_replaced(groups: dict[dist.ProcessGroup, Any]) -> Iterator[None]
 @contextmanager
 def around_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
     """Call cut(size, n) where DTensor and FSDP2 cut a dim into n parts, one for each rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    size_of, split = vars(Shard)["local_shard_size_and_offset"].__func__, Shard._split_tensor
-    strided = _StridedShard._split_tensor
-    strided_size = _StridedShard._local_shard_size_and_offset
+    def split(self: Any, tensor: Any, n: int, **options: Any) -> None:
+        cut(tensor.size(self.dim), n)
 
-    def local_size(size: Any, n: int, rank: Any) -> Any:
+    def strided_size(self: Any, size: Any, n: int, *rest: Any, **options: Any) -> None:
         cut(size, n)
-        return size_of(size, n, rank)
 
-    def around(original: Any) -> Any:
-        def split_tensor(self: Any, tensor: Any, n: int, **options: Any) -> Any:
-            cut(tensor.size(self.dim), n)
-            return original(self, tensor, n, **options)
-
-        return split_tensor
-
-    def around_size(self: Any, size: Any, n: int, *rest: Any, **options: Any) -> Any:
-        cut(size, n)
-        return strided_size(self, size, n, *rest, **options)
-
-    static = {
-        "local_shard_size_and_offset": staticmethod(local_size),
-        "_split_tensor": around(split),
-    }
-    both = {"_split_tensor": around(strided), "_local_shard_size_and_offset": around_size}
-    with replaced(Shard, static), replaced(_StridedShard, both), _fsdp_shares(cut):
-        yield
-
-
-@contextmanager
-def _fsdp_shares(cut: Callable[[Any, int], None]) -> Iterator[None]:
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    chunk = _fsdp_param._chunk_with_empty
-
-    def chunked(tensor: torch.Tensor, n: int, dim: int) -> Any:
-        cut(tensor.size(dim), n)
-        return chunk(tensor, n, dim)
-
-    with replaced(_fsdp_param, {"_chunk_with_empty": chunked}):
+    with (
+        _ahead_of(Shard, ["local_shard_size_and_offset"], lambda size, n, rank: cut(size, n)),
+        _ahead_of(Shard, ["_split_tensor"], split),
+        _ahead_of(_StridedShard, ["_split_tensor"], split),
+        _ahead_of(_StridedShard, ["_local_shard_size_and_offset"], strided_size),
+        _ahead_of(
+            _fsdp_param, ["_chunk_with_empty"], lambda tensor, n, dim: cut(tensor.size(dim), n)
+        ),
+    ):
         yield
 
 
@@ -434,8 +410,7 @@ def accumulates_into(node: Any) -> torch.Tensor | None:
 
 
 def graph_module(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """One that is compiled when it is first called or printed: 13,000 nodes take 2 s."""
-    return _LazyGraphModule({}, graph)
+    return lazy_graph_module({}, graph)
 
 
 # -- torch.compile ---
@@ -496,7 +471,7 @@ def is_of_compiler(error: Exception) -> bool:
 
 def is_compiling() -> bool:
     """Is it Dynamo or AOTAutograd that runs this, to make a graph of it?"""
-    return TracingContext.try_get() is not None
+    return tracing_context() is not None
 
 
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -561,7 +536,7 @@ def expression(x: Any) -> Any:
 def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call writes to, or completes: what a wait is for."""
     values = call_arguments(op, args, kwargs)
-    named = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    named = [name for _, name in op_writes(op)]
     if op is torch.ops._c10d_functional.wait_tensor.default:
         named = [op._schema.arguments[0].name]
     return [x for x in tree_iter([values[name] for name in named]) if isinstance(x, torch.Tensor)]
@@ -569,20 +544,10 @@ def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.
 
 def group_instance(group_name: str) -> int:
     """Which of the groups with the same ranks it is, in the order in which they were made."""
-    pg = c10d._resolve_process_group(group_name)
+    pg = resolve_process_group(group_name)
     ranks = c10d._world.pg_group_ranks
     alike = [other for other in ranks if ranks[other] == ranks[pg]]
     return alike.index(pg)
-
-
-def dispatch_modes() -> list[Any]:
-    """Those that see the ops of this thread."""
-    return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-
-
-def storage_id(x: torch.Tensor) -> int:
-    """Tensors with the same one share memory, as long as one of them lives."""
-    return x.untyped_storage()._cdata
 
 
 def memory_of(x: torch.Tensor) -> tuple[Any, ...]:

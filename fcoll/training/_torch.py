@@ -14,29 +14,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
-from fcoll._torch import work_registry_size
+from fcoll._torch import at_end_of_backward as at_end_of_backward
+from fcoll._torch import has_no_data as has_no_data
+from fcoll._torch import is_fake_group as is_fake_group
+from fcoll._torch import modes_active, resolve_process_group, storage_id, work_registry_size
+from fcoll._torch import profiled as profiled
 from fcoll.imports import say_what_is_missing
 from fcoll.ranks.patches import Patches, patched
-
-
-def at_end_of_backward(fn: Callable[[], None]) -> None:
-    """Call fn when the backward pass that is running has computed all its gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
 
 
 def group_name_of(pg: dist.ProcessGroup) -> str | None:
     """The name by which torch knows a group; None for one that was made by hand."""
     try:
         name = pg.group_name
-        known = dist.distributed_c10d._resolve_process_group(name)
+        known = resolve_process_group(name)
     except (RuntimeError, AttributeError):
         return None
     return name if known == pg else None
-
-
-def is_fake_group(pg: dist.ProcessGroup) -> bool:
-    """Is it a group of which only this rank is there?"""
-    return dist.distributed_c10d._world.pg_map.get(pg, ("", None))[0] == "fake"
 
 
 def make_reducer(ddp: Any) -> None:
@@ -61,7 +55,7 @@ def replace(name: str, make: Callable[[Any], Any]) -> None:
 
 def copy_into(to: list[Tensor], tensors: list[Tensor]) -> None:
     """``a.copy_(b)`` of each pair, in one call."""
-    if to and is_fake(to[0]):  # in a trace each is a node of its own
+    if to and has_no_data(to[0]):  # in a trace each is a node of its own
         for x, y in zip(to, tensors, strict=True):
             x.copy_(y)
         return
@@ -70,7 +64,7 @@ def copy_into(to: list[Tensor], tensors: list[Tensor]) -> None:
 
 def scale_(tensors: list[Tensor], factor: float) -> None:
     """``a.mul_(factor)`` of each, in one call."""
-    if tensors and is_fake(tensors[0]):
+    if tensors and has_no_data(tensors[0]):
         for x in tensors:
             x.mul_(factor)
         return
@@ -85,11 +79,6 @@ def plain(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
-def is_fake(x: Tensor) -> bool:
-    """Has it no data?"""
-    return x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
-
-
 def note_this_thread() -> None:
     """Have torch keep what is under way for this thread by itself. Before it has, a collective that
     starts in a hook belongs to the thread that made the hook's node, and the wait for it, after the
@@ -102,11 +91,6 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def profiled() -> bool:
-    """Is torch's profiler on?"""
-    return torch.autograd._profiler_enabled()
-
-
 def shown_in_profiles(name: str) -> Any:
     """Inside, torch's profiler shows a span of this name, as torch's reducer has it show its."""
     return torch.profiler.record_function(name) if profiled() else nullcontext()
@@ -114,7 +98,7 @@ def shown_in_profiles(name: str) -> Any:
 
 def nobody_watches() -> bool:
     """Is no mode active that wants to see every operation?"""
-    return torch._C._len_torch_dispatch_stack() == 0
+    return modes_active() == 0
 
 
 def replaced_in_dist(names: dict[str, Any]) -> AbstractContextManager[None]:
@@ -124,8 +108,8 @@ def replaced_in_dist(names: dict[str, Any]) -> AbstractContextManager[None]:
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
     """Do they begin at the same place?"""
-    if x is y or is_fake(x) or is_fake(y):
-        return x is y or x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    if x is y or has_no_data(x) or has_no_data(y):
+        return x is y or storage_id(x) == storage_id(y)
     return x.data_ptr() == y.data_ptr() != 0
 
 

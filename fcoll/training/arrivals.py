@@ -1,7 +1,9 @@
 """Which gradients have arrived in a backward pass: hooks on the parameters count buckets down.
 
 Two classes do the same, this one and ``Arrivals`` of native/gradients.cpp, which also copies the
-gradients of plain parameters into their buckets. Both tell their owner:
+gradients of plain parameters into their buckets. This one is for traces, whose gradients have no
+data, for other devices, and where the C++ is not built; it takes 2 to 4 us of a gradient's time,
+the other less than 1 us. Both tell their owner:
 
 - ``PASS``: a backward pass has its first gradient;
 - ``FULL``: all gradients of a bucket are there, and of those before it;
@@ -154,7 +156,7 @@ class Arrivals:
 
 def arrivals_of(params: Sequence[Tensor], tell: Tell) -> Any:
     """Arrivals in C++ if the parameters are on a CPU and have data, else in Python."""
-    plain = all(p.device.type == "cpu" and not _torch.is_fake(p) for p in params)
+    plain = all(p.device.type == "cpu" and not _torch.has_no_data(p) for p in params)
     if plain and not build.load() and build.has_fast_path():
         return build.fast.Arrivals(list(params), tell)
     return Arrivals(params, tell)

@@ -121,7 +121,7 @@ def agreed(
     of = [b for b, members in enumerate(indices) for _ in members]
     mine = torch.tensor([[*flat, number], [*of, 0]], dtype=torch.int32)
     rank0s = group.broadcast_(mine.to(device))
-    if _torch.is_fake(rank0s):
+    if _torch.has_no_data(rank0s):
         return indices, number
     (*flat, number), (*of, _) = rank0s.tolist()
     made: list[list[int]] = [[] for _ in range(1 + max(of))]

@@ -99,7 +99,7 @@ class DenseBucket:
         self.offsets = [0, *itertools.accumulate(lengths)][:-1]
         self.length = sum(lengths)
         # reading a tag of another device's memory would wait for it
-        tagged = tagged and first.device.type == "cpu" and not _torch.is_fake(first)
+        tagged = tagged and first.device.type == "cpu" and not _torch.has_no_data(first)
         # not zeros: every gradient is written, or zeroed, before it is sent
         whole = self.length + (tags.BITS if tagged else 0)
         self.lay_into(torch.empty(whole, dtype=first.dtype, device=first.device))

@@ -69,7 +69,7 @@ class Collectives:
         return Started(x, start("all_reduce_", x, "sum", self.name), recorded=recorded)
 
     def _on_shared_memory(self, x: Tensor) -> bool:
-        if _torch.is_fake(x):  # a trace on a real group: no rank is to meet another
+        if _torch.has_no_data(x):  # a trace on a real group: no rank is to meet another
             return False
         return carrier_of(by_name(self.name or ""), x.device) is shared_memory
 

@@ -344,7 +344,7 @@ def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:
 def _connect(module: nn.Module, group: Group) -> None:
     """Have the ranks find out whether they share memory: the first buckets are then in it."""
     first = next((p for p in module.parameters() if p.requires_grad), None)
-    if first is not None and first.device.type == "cpu" and not _torch.is_fake(first):
+    if first is not None and first.device.type == "cpu" and not _torch.has_no_data(first):
         carrier_of(group, first.device)
 
 

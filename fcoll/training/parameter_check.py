@@ -28,7 +28,7 @@ def verify_params_across_processes(
     >>> verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3)]) > 0
     True
     """
-    if not params or _torch.is_fake(params[0]):
+    if not params or _torch.has_no_data(params[0]):
         return tags.UNKNOWN  # no data, so nothing to compare: all ranks are the same program
     names = names or [""] * len(params)
     mine = [(*_card(p), name) for p, name in zip(params, names, strict=False)]

@@ -255,7 +255,7 @@ class Reducer(Settings):
         backward pass will not reach.
         """
         _torch.note_this_thread()
-        self.stats.backward()
+        self.stats.mark("backward_start")
         self._expects = True
         for bucket in self._buckets:
             bucket.work = None
@@ -358,7 +358,7 @@ class Reducer(Settings):
     def _send_full(self, index: int) -> None:
         """A bucket is full, and those before it were sent."""
         if not index:
-            self.stats.sends()
+            self.stats.mark("comm_start")
         self._send(index)
         if index == len(self._buckets) - 1:
             if self._graph_may_change and self.used is not None:
@@ -414,7 +414,7 @@ class Reducer(Settings):
 
     def _run_hook(self, bucket: GradBucket) -> Any:
         assert self._hook is not None
-        if not _torch.is_fake(bucket.buffer()):
+        if not _torch.has_no_data(bucket.buffer()):
             return self._hook(bucket)
         with _torch.futures_with_tensors():
             return self._hook(bucket)
@@ -433,7 +433,7 @@ class Reducer(Settings):
         return self._divisor
 
     def _end_backward(self) -> None:
-        self.stats.computed()
+        self.stats.mark("backward_end")
         if self.should_rebuild_buckets():
             order = self.arrivals.seen()["order"]
             self._order = list(dict.fromkeys(reversed(order)))[::-1]  # by their last gradients
@@ -468,7 +468,7 @@ class Reducer(Settings):
         if self.used is not None:
             self._forget_used() if self._graph_may_change else self.used.finish()
         self.arrivals.late = self.warns_of_late
-        self.stats.received()
+        self.stats.mark("comm_end")
 
     def _forget_used(self) -> None:
         if self.used is not None:
@@ -480,8 +480,8 @@ class Reducer(Settings):
     @_eager
     def delay_all_reduce(self) -> None:
         """Reduce all gradients now, at the end of the first backward pass of a static graph."""
-        self.stats.computed()
-        self.stats.sends()
+        self.stats.mark("backward_end")
+        self.stats.mark("comm_start")
         assert self.used is not None
         seen = self.arrivals.seen()
         self.used.start(self.group, seen["used"])
@@ -545,7 +545,7 @@ class Reducer(Settings):
         """
         self._reset()
         met = self.group.sum_(torch.ones(3, dtype=torch.int64, device=self.params[0].device)).wait()
-        if not _torch.is_fake(met) and met.tolist() != [self.group.n] * 3:
+        if not _torch.has_no_data(met) and met.tolist() != [self.group.n] * 3:
             why = "reset_state() met another collective: call it on all ranks, after the same one."
             self._fail(ReductionUnfinished(message=why))
         self.rebuilt = False

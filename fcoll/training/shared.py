@@ -72,5 +72,5 @@ def _handle(group: Collectives) -> int:
 
 def _fits(bucket: DenseBucket) -> bool:
     x = bucket.buffer
-    plain = x.device.type == "cpu" and not _torch.is_fake(x) and x.numel() > 0
+    plain = x.device.type == "cpu" and not _torch.has_no_data(x) and x.numel() > 0
     return plain and x.dtype in shared_memory.REDUCED

@@ -35,22 +35,11 @@ class Statistics:
         return i > 0 and (i <= ALWAYS or i % self.rate == 0)
 
     def forward(self) -> None:
+        """An iteration begins."""
         self.iteration += 1
-        if self.sampled:
-            self.times.forward_start = time.time_ns()
+        self.mark("forward_start")
 
-    def backward(self) -> None:
+    def mark(self, event: str) -> None:
+        """It is the time of this event, one of Times."""
         if self.sampled:
-            self.times.backward_start = time.time_ns()
-
-    def computed(self) -> None:
-        if self.sampled:
-            self.times.backward_end = time.time_ns()
-
-    def sends(self) -> None:
-        if self.sampled:
-            self.times.comm_start = time.time_ns()
-
-    def received(self) -> None:
-        if self.sampled:
-            self.times.comm_end = time.time_ns()
+            setattr(self.times, event, time.time_ns())

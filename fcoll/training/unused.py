@@ -71,7 +71,9 @@ class UsedMap:
         """Has no rank used the parameter?"""
         if not self.local[index] and not self._known:
             self.finish()
-            if not _torch.is_fake(self.on_device):  # without values: what holds here holds for all
+            if not _torch.has_no_data(
+                self.on_device
+            ):  # without values: what holds here holds for all
                 self.local = self.on_device.tolist()
             self._known = True
         return not self.local[index]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from fcoll._torch import cpu_backend
+from fcoll._torch import cpu_backend, default_group
 
 _OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 
@@ -34,7 +34,7 @@ def _serve_timeouts() -> None:
         found = _cpu_backend(group)
         if found is None or dist.get_backend(group) == "gloo":
             return monitored_barrier(group, timeout, wait_all_ranks)
-        group = group or c10d._get_default_group()
+        group = group or default_group()
         return group.monitored_barrier(timeout or found.options._timeout, wait_all_ranks)
 
     @functools.wraps(set_pg_timeout)
@@ -43,7 +43,7 @@ def _serve_timeouts() -> None:
         ours = found is not None and not isinstance(found, dist.ProcessGroupGloo)
         if ours:
             found._set_default_timeout(timeout)
-        if not ours or len((group or c10d._get_default_group())._device_types) > 1:
+        if not ours or len((group or default_group())._device_types) > 1:
             set_pg_timeout(timeout, group)
 
     for owner in (dist, c10d):
@@ -88,6 +88,6 @@ def _named_custom(group: Any) -> Any:
 
 def _cpu_backend(group: Any) -> Any:
     """The one of a group that has calls of gloo's: gloo itself or "fcoll"."""
-    group = group or c10d._get_default_group()
+    group = group or default_group()
     found = None if c10d._rank_not_in_group(group) else cpu_backend(group)
     return found if hasattr(found, "_set_default_timeout") else None

@@ -44,6 +44,18 @@ def test_fault_is_found(fault):
         assert call is None or call.source.endswith(line)
 
 
+def test_other_gradients_are_other_calls():
+    """The forward passes send the same; with grad="identity" the backward pass sends nothing."""
+
+    def build(mesh):
+        grad = "identity" if mesh.get_rank() else "sum"
+        return lambda x: fcoll.all_reduce(x, "sum", mesh, grad=grad), (torch.ones(4),)
+
+    with pytest.raises(CheckMismatch, match="grad differs") as raised:
+        check(build, {"tp": 2})
+    assert raised.value.ranks == (0, 1) and "all_reduce(sum, grad=identity)" in str(raised.value)
+
+
 def test_there_are_thirty_faults():
     assert len(FAULTS) >= 30
 

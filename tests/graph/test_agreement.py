@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -19,15 +20,21 @@ from fcoll.groups import Group, by_name, resolve
 from fcoll.transport.handshake import lobby_of
 
 
-def calls(ops: list[str], shape: tuple[int, ...] = (4,), how: str = "") -> list:
+def calls(
+    ops: list[str], shape: tuple[int, ...] = (4,), how: str = "", reduce=fcoll.all_reduce
+) -> list:
     """As a graph of some all-reduces has them."""
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
-        return [fcoll.all_reduce(x, op) for op in ops]
+        return [reduce(x, op) for op in ops]
 
     found = fcoll.trace(f, torch.ones(shape)).collectives
     ((_, listed),) = calls_by_group(found, {c.start: how for c in found}).items()
     return listed
+
+
+def torchs_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
+    return torch.ops._c10d_functional.all_reduce(x, op, dist.group.WORLD.group_name)
 
 
 def new_group(seconds: float = 60) -> Group:
@@ -53,11 +60,19 @@ def lists() -> dict[str, list]:
             "sum": calls(["sum"]),
             "larger": calls(["sum", "max"], (8,)),
             "in place": calls(["sum", "max"], how="read in place"),
+            "identity": calls(["sum", "max"], reduce=partial(fcoll.all_reduce, grad="identity")),
+            "torch's": calls(["sum", "max"], reduce=torchs_all_reduce),
         }
 
 
 def test_the_same_calls_agree(ranks2, lists):
     assert of_ranks(ranks2, [lists["sum max"]] * 2) == [None, None]
+
+
+def test_torchs_op_agrees_with_grad_as_it_is_by_default(ranks2, lists):
+    assert of_ranks(ranks2, [lists["sum max"], lists["torch's"]]) == [None, None]
+    for error in of_ranks(ranks2, [lists["identity"], lists["torch's"]]):
+        assert isinstance(error, PlanMismatch)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +82,7 @@ def test_the_same_calls_agree(ranks2, lists):
         ("sum", 1, "makes no more calls"),
         ("larger", 0, "(8,)"),
         ("in place", 0, "all_reduce(sum)"),
+        ("identity", 0, "all_reduce(sum, grad=identity)"),
     ],
 )
 def test_the_first_difference_is_named_on_every_rank(ranks2, lists, other, step, said):

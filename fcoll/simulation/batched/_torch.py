@@ -14,13 +14,16 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcoll._torch import add_batch_dim as add_rank_dim
+from fcoll._torch import add_kernel, begin_vmap, end_vmap, remove_batch_dim
+from fcoll._torch import mesh_group_names as mesh_group_names
+from fcoll._torch import tracing_context as tracing_context
 from fcoll.imports import private, private_names, say_what_is_missing
 from fcoll.ranks.patches import Patches
 from fcoll.source import is_library
 
-TransformType, _add_batch_dim, _remove_batch_dim, _unwrap_batched = private_names(
-    "torch._C._functorch",
-    *("TransformType", "_add_batch_dim", "_remove_batch_dim", "_unwrap_batched"),
+TransformType, _unwrap_batched = private_names(
+    "torch._C._functorch", "TransformType", "_unwrap_batched"
 )
 get_interpreter_stack, peek_interpreter_stack = private_names(
     "torch._C._functorch", "get_interpreter_stack", "peek_interpreter_stack"
@@ -28,16 +31,11 @@ get_interpreter_stack, peek_interpreter_stack = private_names(
 pop_dynamic_layer_stack, push_dynamic_layer_stack = private_names(
     "torch._C._functorch", "pop_dynamic_layer_stack", "push_dynamic_layer_stack"
 )
-_vmap_increment_nesting, _vmap_decrement_nesting = private_names(
-    "torch._C._functorch", "_vmap_increment_nesting", "_vmap_decrement_nesting"
-)
 lazy_load_decompositions = functools.cache(
     private("torch._functorch.vmap", "lazy_load_decompositions")
 )
 
 # -- levels of vmap ---
-
-add_rank_dim = _add_batch_dim
 
 
 def current_level() -> int:
@@ -140,23 +138,10 @@ def past_vmap_mode() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.FuncTorchVmapMode))
 
 
-_libraries: dict[str, torch.library.Library] = {}
-
-
 def on_vmap(namespace: str, name: str, kernel: Callable[..., Any]) -> None:
     """Make a function the kernel of an op inside every vmap, whether its tensors are mapped or not;
     nothing if this version of torch has no such op."""
-    if not hasattr(getattr(torch.ops, namespace), name):
-        return
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    _libraries[namespace].impl(name, kernel, "FuncTorchVmapMode")
-
-
-def tracing_context() -> Any:
-    """What Dynamo is tracing, None if it is not."""
-    guards = sys.modules.get("torch._guards")
-    return guards.TracingContext.try_get() if guards is not None else None
+    add_kernel(namespace, name, "FuncTorchVmapMode", kernel)
 
 
 def mapped(
@@ -165,12 +150,12 @@ def mapped(
     """torch.func.vmap of a function of tensors alone, without its search through nested
     arguments: of a small step that takes a tenth of the time."""
     lazy_load_decompositions()
-    level = _vmap_increment_nesting(size, randomness)
+    level = begin_vmap(size, randomness)
     try:
-        ranks = [_add_batch_dim(x, d % x.dim(), level) for x, d in zip(xs, dims, strict=True)]
-        return [_remove_batch_dim(y, level, size, 0) for y in fn(*ranks)]
+        ranks = [add_rank_dim(x, d % x.dim(), level) for x, d in zip(xs, dims, strict=True)]
+        return [remove_batch_dim(y, level, size, 0) for y in fn(*ranks)]
     finally:
-        _vmap_decrement_nesting()
+        end_vmap()
 
 
 # -- meshes ---
@@ -179,10 +164,6 @@ def mapped(
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The whole mesh that this one is a slice of."""
     return mesh._get_root_mesh()
-
-
-def mesh_group_names(mesh: DeviceMesh) -> list[str]:
-    return list(getattr(mesh, "_dim_group_names", ()))
 
 
 # -- what asks for the rank, which is another on each ---
