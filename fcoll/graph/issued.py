@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
 
 from fcoll.errors import FcollError, MissingSize
@@ -22,7 +21,6 @@ from fcoll.groups import Group, by_name
 from fcoll.source import line_in, show
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
-from fcoll.table.signature import Facts
 from fcoll.transport.messages import PLAIN
 
 SHOWN = 4  # ranks of a group without a name
@@ -72,16 +70,8 @@ class Issued:
         return self.row.wire_bytes(self.n, self.bytes)
 
     def agreed(self) -> tuple[dict[str, Any], list[list[Any]]]:
-        """What all ranks of the group must have alike, as the row says it: arguments by name, and
-        shapes. What eager calls compare is compared here, too: ranks that differ in ``grad`` issue
-        the same call, and other ones in the backward pass."""
-        args, shapes = self.row.agreed(self.args, self.shapes)
-        also = [name for name in self.row.own_args if name in Facts._fields]
-        if also:  # forms without the argument have the functional op's default
-            functional = getattr(torch.ops.fcoll, self.row.message).default
-            named = _torch.call_arguments(functional, (), self.args)
-            args |= {name: named[name] for name in also}
-        return args, shapes
+        """What all ranks of the group must have alike: arguments by name, and shapes."""
+        return self.row.agreed(self.args, self.shapes)
 
 
 def with_sizes(call: Issued, sizes: Mapping[str, int]) -> Issued:

@@ -146,7 +146,6 @@ ALL_REDUCE = declare(
     steps=wire.twice_n_minus_1,
     one_shot_bytes=wire.to_each,
     replicates=True,
-    own_args=("grad",),
     targets=torch_ops("all_reduce"),
     native=Native(kernel=True, fast=("x", "op", "group", "grad"), arena="whole"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ class Argument:
     name: str
     type: str  # "Tensor", "Tensor[]", "str", "int", "SymInt[]?"
     writes: bool  # is it written to?
+    default: Any = None
 
     @property
     def is_tensor(self) -> bool:
@@ -164,11 +166,18 @@ class Collective:
     def agreed(
         self, args: Mapping[str, Any], shapes: Iterable[Sequence[Any]]
     ) -> tuple[dict[str, Any], list[list[Any]]]:
-        """The part of a call that must be equal on all ranks of the group: arguments by name, and
-        the shapes of tensors, with OWN where each rank has a size of its own."""
+        """The part of a call that must be equal on all ranks of the group: arguments by name but
+        for those at their defaults, which other forms of it lack, and the shapes of tensors, with
+        OWN where each rank has a size of its own."""
         own = self.own_dim(args) if self.own_dim else None
         common = [[OWN if d == own else size for d, size in enumerate(s)] for s in shapes]
-        return {name: x for name, x in args.items() if name not in self.own_args}, common
+        defaults = {a.name: a.default for a in self.arguments}
+        same = {
+            name: x
+            for name, x in args.items()
+            if name not in self.own_args and not _equal(x, defaults.get(name, ...))
+        }
+        return same, common
 
     @property
     def message(self) -> str:
@@ -176,13 +185,21 @@ class Collective:
         return self.functional or self.name
 
 
-_ARGUMENT = re.compile(r"(?P<type>[\w\[\]]+)(\((?P<alias>[^)]*)\))?\??\s+(?P<name>\w+)")
+def _equal(x: Any, default: Any) -> bool:
+    """Without asking what a symbol is."""
+    return type(x) is type(default) and bool(x == default)
+
+
+_ARGUMENT = re.compile(
+    r"(?P<type>[\w\[\]]+)(\((?P<alias>[^)]*)\))?\??\s+(?P<name>\w+)(=(?P<default>.+))?"
+)
 
 
 def _argument(text: str) -> Argument:
     match = _ARGUMENT.match(text)
     assert match is not None, text
-    return Argument(match["name"], match["type"], "!" in (match["alias"] or ""))
+    default = ast.literal_eval(match["default"]) if match["default"] else None
+    return Argument(match["name"], match["type"], "!" in (match["alias"] or ""), default)
 
 
 def declare(name: str, schema: str, **facts: Any) -> Collective:
