@@ -4,12 +4,16 @@ Every build() below is written as for a process of its own: Megatron keeps its g
 megatron.core.parallel_state, which each simulated rank has for itself. No GPU and no launcher.
 
 python examples/clients/megatron_prove.py
-fcoll prove examples/clients/megatron_prove.py:smoothed --mesh tp=2
+fcoll prove examples/clients/megatron_prove.py:smoothed --mesh dp=2,tp=2
 """
 
 import torch
-import torch.distributed as dist
-from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -18,6 +22,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import nn
 
 import fcoll
@@ -29,7 +34,10 @@ def set_up(mesh, sequence_parallel=False):
     tp = mesh["tp"].size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     torch.manual_seed(0)
-    return ModelParallelConfig(
+    return TransformerConfig(
+        num_layers=1,
+        num_attention_heads=2,
+        hidden_size=DIM,
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=True,
@@ -52,7 +60,7 @@ def language_model(mesh, label_smoothing):
         return loss
 
     tokens, targets = torch.randint(VOCAB, (2, TOKENS, BATCH))
-    return step, (tokens, targets)
+    return step, (tokens, targets)  # the same on all ranks of dp
 
 
 def plain(mesh):
@@ -66,10 +74,9 @@ def smoothed(mesh):
 # -- a block whose activations are cut along the sequence between its layers ---
 
 
-class Block(nn.Module):
+class Block(MegatronModule):
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         options = {"config": config, "init_method": nn.init.normal_, "bias": True}
         self.norm = nn.RMSNorm(DIM)
         self.norm.weight.sequence_parallel = config.sequence_parallel  # as Megatron's own norms do
@@ -88,35 +95,41 @@ class Block(nn.Module):
         return y
 
 
-def block(mesh, sequence_parallel=True, summed=True):
-    model = Block(set_up(mesh, sequence_parallel))
+def block(mesh, sequence_parallel=True, finalized=True):
+    config = set_up(mesh, sequence_parallel)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), Block(config))
 
     def step(x):
         loss = model(x).square().mean()
         loss.backward()
-        for p in model.parameters():  # what finalize_model_grads does
-            if summed and getattr(p, "sequence_parallel", False):
-                dist.all_reduce(p.grad, group=parallel_state.get_tensor_model_parallel_group())
+        if finalized:
+            finalize_model_grads([model])  # over dp, and those of norms over tp
+        else:
+            model.finish_grad_sync()  # over dp
+        for p in model.parameters():
+            p.grad = p.main_grad.clone()  # where gradients are looked for
         return loss
 
-    return step, (torch.randn(TOKENS, BATCH, DIM),)
+    dp = mesh["dp"]
+    x = torch.randn(TOKENS, BATCH, DIM)
+    return step, (x.chunk(dp.size(), 1)[dp.get_local_rank()],)
 
 
 def tensor_parallel(mesh):
     return block(mesh, sequence_parallel=False)
 
 
-def norm_summed(mesh):
+def finalized(mesh):
     return block(mesh)
 
 
-def norm_not_summed(mesh):
-    return block(mesh, summed=False)
+def not_finalized(mesh):
+    return block(mesh, finalized=False)
 
 
 def main() -> None:
-    for build in (plain, smoothed, tensor_parallel, norm_summed, norm_not_summed):
-        print(f"{build.__name__}: {fcoll.prove(build, mesh={'tp': 2})}\n")
+    for build in (plain, smoothed, tensor_parallel, finalized, not_finalized):
+        print(f"{build.__name__}: {fcoll.prove(build, mesh={'dp': 2, 'tp': 2})}\n")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ class Folding:
 
 def _survey(fn: Any, args: tuple[Any, ...], named: Callable[[str], str]) -> Survey:
     held = Held.by((fn, args), named)
-    buffers = {id(x) for m in held.found.modules for x in m.buffers()}
+    buffers = {id(x) for m in held.found.modules for x in m._buffers.values()}
     data = {k: x for k, x in held.others.items() if id(x) not in buffers}
     return Survey(
         {k: Part.of(x) for k, x in held.parameters.items()},

@@ -92,7 +92,21 @@ def buffer_on_the_gpu(mesh):
     return summed(mesh, nn.Linear(4, 2), forward)
 
 
-PROGRAMS = (wrapped_optimizer, sizes_on_meta, weights_of_a_file, buffer_on_the_gpu)
+def names_of_its_own(mesh):
+    """Megatron's DistributedDataParallel has a list where modules have the method."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2).eval())
+    model.buffers = []
+    return summed(mesh, model, lambda m, x: m(x))
+
+
+PROGRAMS = (
+    wrapped_optimizer,
+    sizes_on_meta,
+    weights_of_a_file,
+    buffer_on_the_gpu,
+    names_of_its_own,
+)
 
 
 @pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
@@ -124,6 +138,8 @@ def test_a_group_of_another_backend_is_traced():
 
 # -- the libraries ---
 
+MESH = {"dp": 2, "tp": 2}
+
 
 @cache
 def client(name: str, package: str):
@@ -141,9 +157,9 @@ def client(name: str, package: str):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["plain", "tensor_parallel", "norm_summed"])
+@pytest.mark.parametrize("name", ["plain", "tensor_parallel", "finalized"])
 def test_megatron_is_proved(name):
-    verdict = fcoll.prove(getattr(client("megatron_prove", "megatron.core"), name), {"tp": 2})
+    verdict = fcoll.prove(getattr(client("megatron_prove", "megatron.core"), name), MESH)
     assert verdict.equal, str(verdict)
     from megatron.core import parallel_state
 
@@ -153,7 +169,7 @@ def test_megatron_is_proved(name):
 @pytest.mark.filterwarnings("ignore")
 def test_megatron_smooths_labels_over_the_local_vocabulary():
     """NVIDIA/Megatron-LM#737"""
-    verdict = fcoll.prove(client("megatron_prove", "megatron.core").smoothed, {"tp": 2})
+    verdict = fcoll.prove(client("megatron_prove", "megatron.core").smoothed, MESH)
     assert verdict.equal is False
     names = [d.name for d in verdict.differences]
     assert names[0] == "loss" and len([n for n in names if n.startswith("gradient")]) == 3
@@ -161,7 +177,7 @@ def test_megatron_smooths_labels_over_the_local_vocabulary():
 
 @pytest.mark.filterwarnings("ignore")
 def test_megatron_norms_without_their_all_reduce():
-    verdict = fcoll.prove(client("megatron_prove", "megatron.core").norm_not_summed, {"tp": 2})
+    verdict = fcoll.prove(client("megatron_prove", "megatron.core").not_finalized, MESH)
     assert verdict.equal is False
     names = {d.name for d in verdict.differences}
     assert names == {"gradient of norm.weight", "gradient of down.bias"}
@@ -169,10 +185,10 @@ def test_megatron_norms_without_their_all_reduce():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["plain", "norm_summed"])
+@pytest.mark.parametrize("name", ["plain", "finalized"])
 def test_megatron_is_checked(name):
     build = getattr(client("megatron_prove", "megatron.core"), name)
-    assert fcoll.check(build, {"tp": 2}, values=True).ok
+    assert fcoll.check(build, MESH, values=True).ok
 
 
 @pytest.mark.filterwarnings("ignore")
