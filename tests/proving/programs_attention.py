@@ -71,7 +71,8 @@ class RingFunction(torch.autograd.Function):
                     both = torch.logaddexp(lse, block_lse)
                     out = torch.exp(lse - both) * out + torch.exp(block_lse - both) * block
                     lse = both
-            k, v = around(k, cp), around(v, cp)
+            if i < n - 1:
+                k, v = around(k, cp), around(v, cp)
         ctx.save_for_backward(q, *blocks, out, lse)
         ctx.cp, ctx.scale = cp, scale
         return out
@@ -90,7 +91,9 @@ class RingFunction(torch.autograd.Function):
             inner = weights * (grad @ v.transpose(-1, -2) - along) * ctx.scale
             dq = dq + inner @ k
             dk = dk + inner.transpose(-1, -2) @ q
-            k, v, dk, dv = (around(x, cp) for x in (k, v, dk, dv))
+            dk, dv = (around(x, cp) for x in (dk, dv))
+            if i < n - 1:
+                k, v = around(k, cp), around(v, cp)
         return dq, dk, dv, None
 
 

@@ -62,7 +62,7 @@ def fsdp_bf16(mesh):
     """Parameters gathered in bfloat16, gradients reduced in float32."""
     model = MLP()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (model.up, model):
+    for part in (model.down, model):
         fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
     return trained(model, batch(mesh["dp"], 4, DIM), torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -85,7 +85,7 @@ def ddp_autocast(mesh):
 def fsdp_accumulating(mesh):
     """Gradients of two microbatches, reduced with the second."""
     model = MLP()
-    fully_shard(model.up, mesh=mesh["dp"])
+    fully_shard(model.down, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

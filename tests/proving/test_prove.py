@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 
-import mutants
 import proved_programs
 import pytest
 import torch
@@ -88,43 +87,6 @@ def test_proved(name):
 def test_what_is_proved_is_said():
     verdict = fcoll.prove(*PROGRAMS["torch_ddp"])
     assert str(verdict).startswith("proved equal to one device: loss, 4 gradients, 4 updated para")
-
-
-# -- mutants of collectives ---
-
-# Not different: an average of averages, the largest of the largest, any shift in a softmax.
-EQUAL = {("avg", "twice"), ("max", "twice"), ("max", "other_op")}
-CHEAP = ("by_hand", "torch_ddp", "fcoll_ddp", "vocabulary_parallel", "dtensor_tp", "fsdp2_sgd")
-
-
-def fsdp2_sgd(mesh):
-    """FSDP2 again, without what takes long: DTensor's rules for AdamW's ops. The weight that is
-    gathered once more in the backward pass is one whose input has a gradient."""
-    model = proved_programs.MLP()
-    proved_programs.fully_shard(model.down, mesh=mesh["dp"])
-    proved_programs.fully_shard(model, mesh=mesh["dp"])
-    return proved_programs.trained(model, batch(mesh["dp"], 4, proved_programs.DIM))
-
-
-@pytest.mark.parametrize("name", CHEAP)
-def test_mutants(name, monkeypatch):
-    """Each collective skipped, done twice, with another op, by half of its group: all are found,
-    but for those that are truly equal."""
-    build, mesh = PROGRAMS.get(name, (fsdp2_sgd, {"dp": 2}))
-    with mutants.Collectives().installed(monkeypatch) as collectives:
-        assert fcoll.prove(build, mesh, trials=1)
-    seen, found = collectives.seen, 0
-    assert seen
-    half = range(0, len(seen), 2) if len(seen) > 6 else range(len(seen))  # groups that are alike
-    for k in half:
-        op, reduce_op = seen[k]
-        for kind in mutants.kinds_of(op):
-            with mutants.Collectives((k, kind)).installed(monkeypatch):
-                verdict = fcoll.prove(build, mesh, trials=1)
-            equal = (reduce_op, kind) in EQUAL
-            assert verdict.equal is equal, (k, op, reduce_op, kind, str(verdict))
-            found += not equal
-    assert found >= 3
 
 
 # -- faults in source: found, and named ---

@@ -276,13 +276,11 @@ LAWS = {
         lambda x, y: torch.logaddexp(x, y) == torch.stack([x, y]).logsumexp(0),
     ],
     "sigmoid": [
-        lambda x, y: (x.exp().log() - y.exp().log()).sigmoid() == x.exp() / (x.exp() + y.exp()),
-        lambda x, y: x.sigmoid() == x.sigmoid(),
+        lambda x, y: ((x * x).log() - (y * y).log()).sigmoid() == x * x / (x * x + y * y),
+        lambda x, y: (x * 0).sigmoid() == 0.5,
     ],
     "log_sigmoid_forward": [
-        lambda x, y: (
-            F.logsigmoid(x.exp().log() - y.exp().log()).exp() == x.exp() / (x.exp() + y.exp())
-        )
+        lambda x, y: F.logsigmoid((x * x).log() - (y * y).log()).exp() == x * x / (x * x + y * y)
     ],
     "log_sigmoid_backward": [
         lambda x, y: aten.log_sigmoid_backward(y, x, x) == y * (1 - x.sigmoid())
