@@ -115,8 +115,8 @@ def _reading(ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequ
         for dim in range(want.dim()):
             if all(_fits(ring, parts, want, dim) for parts in groups):
                 return f"cut over {shown} along dim {dim}"
-        if any(x.shape != want.shape for x in got):
-            continue
+        if any(x.shape != want.shape for x in got) or all(_alike(ring, g) for g in groups):
+            continue  # the same on all ranks is no part of a sum: it is the result, and wrong
         sums = [total(ring, parts) for parts in groups]
         if all(same(ring, x, want) for x in sums):
             return f"the sum over {shown}"
@@ -124,6 +124,10 @@ def _reading(ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequ
         if all(same(ring, ring.div(x, n), want) for x in sums):
             return f"the mean over {shown}"
     return ""
+
+
+def _alike(ring: Ring, parts: Sequence[Tensor]) -> bool:
+    return all(same(ring, x, parts[0]) for x in parts)
 
 
 def _fits(ring: Ring, parts: Sequence[Tensor], want: Tensor, dim: int) -> bool:

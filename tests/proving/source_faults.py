@@ -15,7 +15,7 @@ class Fault:
     program: str
     old: str
     new: str
-    name: str  # of the first difference
+    name: str  # of a difference
     said: str = ""  # of what is wrong or what would mend it; empty: it is not known
 
     @property
@@ -59,7 +59,7 @@ FAULTS = [
     Fault("by_hand", '"sum", self.tp, grad="identity")', '"sum", self.tp)',
           "gradient of norm", LARGE),
     Fault("by_hand", '"sum", self.tp, grad="identity")', '"avg", self.tp, grad="identity")',
-          "loss"),
+          "loss", SMALL),
     Fault("by_hand", "torch.randn(DIM, HIDDEN)", "torch.randn(DIM, HIDDEN).roll(1, 1)", "loss"),
     # accumulation
     Fault("ddp_accumulating", "loss = model(first).square().mean() / 2",
@@ -135,7 +135,7 @@ FAULTS = [
     Fault("experts", "weights.flatten()[order]", "weights.flatten()", "loss"),
     Fault("experts", "@ self.down[e]", "@ self.down[0]", "loss"),
     Fault("pipeline_gpipe", "loss_fn=", "scale_grads=False, loss_fn=",
-          "gradient of layers.3.bias"),
+          "gradient of layers.3.bias", "4 times what it should be"),
     Fault("pipeline_1f1b", "torch.stack(losses).mean()", "torch.stack(losses).sum()", "loss"),
     Fault("pictures", "if dp.size() > 1:", "if False:", "loss"),
     Fault("batch_norm_by_hand", "(x[:, 0].numel() * dp.size())", "x[:, 0].numel()", "loss"),

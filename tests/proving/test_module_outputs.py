@@ -234,3 +234,22 @@ def test_a_step_that_takes_its_gradients_by_torch_func():
 
     verdict = fcoll.prove(build, {"dp": 2}, trials=1)
     assert verdict.equal and verdict.compared["updated parameters"] == 4, str(verdict)
+
+
+@pytest.mark.parametrize("op, equal", [("sum", True), ("avg", False), (None, True)])
+def test_a_result_that_is_reduced_is_no_part_of_one(op, equal):
+    """Of a sum over the batch: the same 1/n on all ranks is wrong; parts of it are not."""
+
+    def build(mesh):
+        dp = mesh["dp"]
+        w = nn.Parameter(torch.ones(DIM))
+
+        def step(x):
+            loss = (x * w).sum()
+            loss.backward()
+            w.grad = fcoll.all_reduce(w.grad, "sum", dp)
+            return loss if op is None else fcoll.all_reduce(loss.detach(), op, dp)
+
+        return step, (cut(torch.linspace(-1, 2, 4 * DIM).view(4, DIM), dp),)
+
+    assert fcoll.prove(build, {"dp": 2}, trials=1).equal is equal
