@@ -92,6 +92,24 @@ def _cumsum(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
     return a.linear(lambda d: d.cumsum(dim), x, _count(x, dims_of(x, dim)))
 
 
+@rule("cumprod")
+def _cumprod(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
+    products: list[Tensor] = []
+    for part in element(a, x).unbind(dim):
+        products.append(a.mul(products[-1], part) if products else part)
+    return torch.stack(products, dim)
+
+
+@rule("prod")
+def _prod(a: Algebra, x: Any, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
+    x = element(a, x)
+    x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    if not x.shape[dim]:
+        return a.number(1).expand(x.sum(dim, keepdim).shape).clone()
+    done = _cumprod(a, x, dim).select(dim, -1)
+    return done.unsqueeze(dim) if keepdim else done
+
+
 @rule("index_add")
 def _index_add(a: Algebra, x: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Tensor:
     x, source = elements(a, x, source)

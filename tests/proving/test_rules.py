@@ -63,6 +63,8 @@ CASES = {
     "var_mean": [lambda x, y: torch.var_mean(x, 1, correction=0, keepdim=True)],
     "linalg_vector_norm": [lambda x, y: torch.linalg.vector_norm(tensor([3.0, 4.0]))],
     "cumsum": [lambda x, y: x.cumsum(1)],
+    "cumprod": [lambda x, y: x.cumprod(1)],
+    "prod": [lambda x, y: x.prod(), lambda x, y: x.prod(0), lambda x, y: x.prod(-1, keepdim=True)],
     "index_add": [lambda x, y: x.t().contiguous().index_add(0, ROWS, y.t(), alpha=0.5)],
     "scatter_add": [lambda x, y: x.scatter_add(1, ROWS.expand(2, 4), y)],
     "index_put": [
