@@ -94,8 +94,11 @@ def _cumsum(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
 
 @rule("cumprod")
 def _cumprod(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
+    x = element(a, x)
     products: list[Tensor] = []
-    for part in element(a, x).unbind(dim):
+    if not x.numel() or not x.dim():
+        return x.clone()
+    for part in x.unbind(dim):
         products.append(a.mul(products[-1], part) if products else part)
     return torch.stack(products, dim)
 
@@ -103,7 +106,7 @@ def _cumprod(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
 @rule("prod")
 def _prod(a: Algebra, x: Any, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
     x = element(a, x)
-    x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    x, dim = (x.flatten(), 0) if dim is None or not x.dim() else (x, dim)
     if not x.shape[dim]:
         return a.number(1).expand(x.sum(dim, keepdim).shape).clone()
     done = _cumprod(a, x, dim).select(dim, -1)

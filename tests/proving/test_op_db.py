@@ -20,12 +20,12 @@ from fcoll.proving.constants import primes
 from fcoll.proving.exact_mode import RULES, Exact, Refused
 from fcoll.proving.ring import Ring
 
-# What these give is no rational number, or is by an order drawn at random; so are uninterpreted
-# functions, which the ring tells.
+# What these give is no rational number, or one of too large a denominator to be told from a float
+# (prod), or is by an order drawn at random; so are uninterpreted functions, which the ring tells.
 _OTHERS = """
     exp expm1 log log1p xlogy logsumexp logaddexp _softmax _safe_softmax _log_softmax max min
     amax amin argmax argmin topk sort maximum minimum fmax fmin gt ge lt le abs sgn sign
-    clamp clamp_min clamp_max norm linalg_vector_norm
+    clamp clamp_min clamp_max norm linalg_vector_norm prod
 """
 _COMPOSED = """
     nn.functional.linear nn.functional.bilinear nn.functional.mse_loss nn.functional.conv1d
