@@ -107,11 +107,11 @@ class Globals:
             if id(x) in seen:
                 continue
             seen.add(id(x))
-            if isinstance(x, (ModuleType, type)):
-                if isinstance(x, type) and not _covers(self.names, _module_of(x)):
+            if _is(x, ModuleType, type):
+                if _is(x, type) and not _covers(self.names, _module_of(x)):
                     continue
-            elif not isinstance(x, _CONTAINERS):
-                if isinstance(x, tuple):
+            elif not _is(x, *_CONTAINERS):
+                if _is(x, tuple):
                     todo.extend(x)
                 elif self._is_state(x):
                     todo.append(vars(x))
@@ -127,8 +127,14 @@ class Globals:
         return (of_package or kind is SimpleNamespace) and hasattr(x, "__dict__")
 
 
+def _is(x: Any, *kinds: type) -> bool:
+    """isinstance that asks only the type: an object may warn when its __class__ is read, as
+    torch.distributed.reduce_op does."""
+    return issubclass(type(x), kinds)
+
+
 def _contents(owner: Any) -> Any:
-    if isinstance(owner, _CONTAINERS):
+    if _is(owner, *_CONTAINERS):
         return dict(owner) if isinstance(owner, dict) else list(owner)
     return _attributes(owner)
 
@@ -145,7 +151,7 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(owner).items()
-        if not ((name.startswith("__") and name.endswith("__")) or isinstance(value, ModuleType))
+        if not ((name.startswith("__") and name.endswith("__")) or _is(value, ModuleType))
     }
 
 

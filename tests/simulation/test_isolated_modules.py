@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections import OrderedDict, deque
 from types import ModuleType
 
@@ -294,3 +295,13 @@ def test_containers_keep_their_kind():
         assert module.recent is recent and list(recent) == [1] and recent.maxlen == 2
     finally:
         del sys.modules[module.__name__]
+
+
+def test_objects_that_warn_when_they_are_looked_at(monkeypatch):
+    """torch.distributed.reduce_op warns when any attribute of it is read, __class__ too."""
+    module = ModuleType("their_reductions")
+    vars(module)["reduce_op"] = dist.reduce_op
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not Globals((module.__name__,)).is_changed()
