@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -107,8 +108,8 @@ class Globals:
             if id(x) in seen:
                 continue
             seen.add(id(x))
-            if _is(x, ModuleType, type):
-                if _is(x, type) and not _covers(self.names, _module_of(x)):
+            if _is(x, ModuleType, type) or _is_namespace(x):
+                if not _covers(self.names, _module_of(x)):
                     continue
             elif not _is(x, *_CONTAINERS):
                 if _is(x, tuple):
@@ -172,9 +173,18 @@ def _put(owner: Any, contents: Any) -> None:
             kind.__setattr__(owner, name, value)
 
 
-def _module_of(kind: type) -> str:
-    """Where a class is from; some have a descriptor of that name."""
-    return kind.__module__ if isinstance(kind.__module__, str) else ""
+def _is_namespace(x: Any) -> bool:
+    """Is it the dict of a module?"""
+    return _is(x, dict) and _is(dict.get(x, "__spec__"), ModuleSpec)
+
+
+def _module_of(x: Any) -> str:
+    """The name of a module, by its dict too, or of that which a class is from; some classes have a
+    descriptor of that name."""
+    if _is(x, ModuleType):
+        return x.__name__
+    name = x["__name__"] if _is(x, dict) else x.__module__
+    return name if isinstance(name, str) else ""
 
 
 def _covers(names: tuple[str, ...], module: str) -> bool:

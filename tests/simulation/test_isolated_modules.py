@@ -244,6 +244,21 @@ def build(mesh):
     return step, (torch.randn(2, 4),)
 
 
+def test_what_other_modules_hold_is_not_its_own(library):
+    """A module may keep others in a container, or the dict of one; what they hold is theirs."""
+    module, other = importlib.import_module(library), ModuleType("other")
+    other.__spec__ = importlib.machinery.ModuleSpec("other", None)
+    other.number, other.known = 0, {}
+    module.MODULES, module.NAMES = [other], vars(other)
+    held = Globals((library,))
+    other.number, other.known["a"] = 1, 1
+    assert not held.is_changed()
+    held.restore()
+    assert other.number == 1
+    module.MODULES.append(sys)
+    assert held.is_changed()
+
+
 def test_check_and_prove(library):
     assert fcoll.check(build, {"tp": 2}, values=True, isolate=[library]).values == 2
     assert fcoll.prove(build, {"tp": 2}, isolate=[library]).equal
