@@ -22,6 +22,8 @@ from fcoll.errors import (
     ParametersDiffer,
     ReadyTwice,
     ReductionUnfinished,
+    ResetElsewhere,
+    StaticGraphTooLate,
 )
 from fcoll.training.arrivals import Arrivals
 from fcoll.training.assignment import compute_bucket_assignment_by_size
@@ -149,7 +151,7 @@ def test_a_static_graph_that_changes_says_how(solo):
     assert model.b.weight.grad is None  # nobody used it
     with pytest.raises(GraphChanged, match=r"Parameter b.\w+ .* was unused in the first iteration"):
         iterate(reducer, lambda: model(X))
-    with pytest.raises(GraphChanged, match="before training loop starts"):
+    with pytest.raises(StaticGraphTooLate, match="before training loop starts"):
         reducer.set_static_graph()
 
 
@@ -295,6 +297,18 @@ def verify(rank: int, kind: str) -> str:
     with pytest.raises(ParametersDiffer) as raised:
         verify_params_across_processes(dist.group.WORLD, params, names=["a.weight", "b.weight"])
     return str(raised.value)
+
+
+def reset_on_one_rank(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(ResetElsewhere, match="Call it on all ranks"):
+            reducer_of(Branch()).reset_state()
+    else:
+        fcoll.all_reduce(torch.full((3,), 2)).tolist()
+
+
+def test_a_reset_that_meets_another_collective():
+    fcoll.simulate_ranks(reset_on_one_rank, 2)
 
 
 def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
