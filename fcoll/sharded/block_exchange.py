@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fcoll import functions
+from fcoll.eager.small_messages import is_fake
 from fcoll.groups import Group
-from fcoll.sharded.layout_agreement import is_fake, is_traced
+from fcoll.sharded.layout_agreement import is_traced
 from fcoll.sharded.transfer_plan import BlockTransfer, Box, Plan, are_rows_of
 
 

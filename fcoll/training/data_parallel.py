@@ -28,7 +28,6 @@ from fcoll.training.overrides import serving
 from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
 from fcoll.transport.acceleration import Acceleration
-from fcoll.transport.carriers import carrier_of
 
 FunctionalHook = Callable[[Tensor], Tensor]
 
@@ -115,7 +114,6 @@ class DataParallel(DistributedDataParallel):
                 "bucket_cap_mb": bucket_cap_mb,
             }
             number = _verify(module, resolved.pg, compared)
-            _connect(module, resolved)
         if not broadcast_buffers:
             options[_NOT_SYNCED] = False
         with serving(Reducer):
@@ -339,13 +337,6 @@ def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:
         return tags.UNKNOWN
     names, params = zip(*named, strict=True)
     return verify_params_across_processes(pg, params, names=names, options=options)
-
-
-def _connect(module: nn.Module, group: Group) -> None:
-    """Have the ranks find out whether they share memory: the first buckets are then in it."""
-    first = next((p for p in module.parameters() if p.requires_grad), None)
-    if first is not None and first.device.type == "cpu" and not _torch.has_no_data(first):
-        carrier_of(group, first.device)
 
 
 def _precision(given: Any) -> MixedPrecision:

@@ -320,6 +320,19 @@ def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
             assert f"appears not to match {kind} of the same param in process {1 - rank}" in text
 
 
+def verify_on_three(rank: int) -> str:
+    with pytest.raises(ParametersDiffer) as raised:
+        verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3 + rank // 2)])
+    return str(raised.value)
+
+
+def test_ranks_that_agree_are_told_of_one_that_differs():
+    for rank, text in enumerate(fcoll.simulate_ranks(verify_on_three, 3)):
+        other = 0 if rank == 2 else 2
+        assert f"[{rank}]: params[0] in this process with sizes" in text
+        assert f"in process {other}: " in text
+
+
 # -- gradients that become ready in another order on each rank ---
 
 
