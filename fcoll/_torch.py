@@ -87,8 +87,13 @@ def c10d_ops() -> list[str]:
     return sorted(name.removeprefix("c10d::") for name in names)
 
 
+def c10d_arguments(name: str) -> tuple[str, ...]:
+    """The names of the op's arguments; a version of torch may not have it."""
+    return tuple(a.name for a in getattr(torch.ops.c10d, name).default._schema.arguments)
+
+
 def c10d_returns(name: str) -> int:
-    """How many values the op returns; a version of torch may not have it."""
+    """How many values the op returns."""
     return len(getattr(torch.ops.c10d, name).default._schema.returns)
 
 
