@@ -69,7 +69,8 @@ def _share(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
     kind = REDUCTIONS[a.reduce_op].share
     if kind is None:
         why = "bits do not vary smoothly"
-        raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint="")
+        hint = "Call it on x.detach(), or under torch.no_grad()."
+        raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint=hint)
     rule = _SHARE[kind]
     return each(lambda G, x, y: rule(G, x, y, a), G, x, y)
 

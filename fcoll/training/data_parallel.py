@@ -23,7 +23,7 @@ from fcoll.training.assignment import (
     FIRST_BUCKET_BYTES,
     compute_bucket_assignment_by_size,
 )
-from fcoll.training.averaged import averaged
+from fcoll.training.averaged import averaged, in_one_message
 from fcoll.training.overrides import serving
 from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
@@ -297,11 +297,9 @@ class DataParallel(DistributedDataParallel):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in by_dtype.values():
-                flat = torch.cat([b.reshape(-1) for b in buffers])
-                whole = wait_tensor(broadcast(flat, 0, self.group_name))
-                parts = whole.split([b.numel() for b in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view(buffer.shape))
+                rank0s = in_one_message(buffers, lambda x: broadcast(x, 0, self.group_name))
+                for buffer, given in zip(buffers, rank0s, strict=True):
+                    buffer.copy_(given)
 
 
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
