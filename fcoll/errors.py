@@ -28,6 +28,8 @@ class FcollError(AssertionError, ValueError):
     what = "{why}"
     fix = "{hint}"
     template = "{why}{at}. {hint}"  # of both; a class may have a text of another form instead
+    #: The facts that an error has as attributes, also after it was pickled.
+    kept: tuple[str, ...] = ("rank",)
     rank: int = -1
 
     def __init_subclass__(cls) -> None:
@@ -41,10 +43,11 @@ class FcollError(AssertionError, ValueError):
             at = f", at {line}" if line else ""
             message = (f"{type(self).__name__}: {self.template.format(at=at, **facts)}",)
         super().__init__(*message)
+        vars(self).update({name: facts[name] for name in self.kept if name in facts})
 
     def __reduce__(self) -> Any:
         # not the whole __dict__: Dynamo leaves frames there, which cannot be pickled
-        return type(self), self.args, {"rank": self.rank}
+        return type(self), self.args, {name: getattr(self, name) for name in self.kept}
 
 
 class UnknownReduceOp(FcollError):
@@ -213,14 +216,11 @@ class PlanMismatch(CollectiveMismatch):
 
     template = (
         "the ranks of the group {group!r} are about to issue different collectives{at}: number "
-        "{step} is\n{lines}\n{hint}"
+        "{number} is\n{lines}\n{hint}"
     )
+    kept = ("rank", "step", "ranks")
     step: int = -1
     ranks: tuple[int, ...] = ()
-
-    def __reduce__(self) -> Any:
-        kind, args, kept = super().__reduce__()
-        return kind, args, {**kept, "step": self.step, "ranks": self.ranks}
 
 
 class OtherGraph(PlanMismatch):
@@ -302,11 +302,9 @@ class DataDependent(FcollError):
         "know, keep the decision inside tensors (torch.where), or say which way a trace goes: "
         "`if fcoll.assume(condition, False):`."
     )
+    kept = ("rank", "line", "shared")
     line: str = ""
     shared: str | None = None  # a digest of the condition, where all ranks share the value
-
-    def __reduce__(self) -> Any:
-        return type(self), self.args, {k: getattr(self, k) for k in ("rank", "line", "shared")}
 
 
 class ShapeRuleLacksDtype(FcollError, RuntimeError):
@@ -527,6 +525,7 @@ class ReductionUnfinished(FcollError, RuntimeError):
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         "{cause}"
     )
+    kept = ("rank", "parameters")
     parameters: tuple[str, ...] = ()
 
 
@@ -601,17 +600,14 @@ def from_native(error: Exception) -> Exception:
     found = _NATIVE.search(str(error))
     if found is None:
         return error
-    made: FcollError = globals()[found[1]](message=found[3])
-    made.rank = int(found[2])
-    return _told(made)
+    return _told(globals()[found[1]](message=found[3], rank=int(found[2])))
 
 
 def from_lobby(why: NotMet) -> FcollError:
     """That ranks did not come together, as the error of a collective that waited for them."""
     kinds: dict[type, type[FcollError]] = {Died: PeerDied, Elsewhere: OtherGraph}
-    made = kinds.get(type(why), CollectiveTimeout)(message=str(why))
-    made.rank = why.ranks[0] if why.ranks else -1
-    return _told(made)
+    rank = why.ranks[0] if why.ranks else -1
+    return _told(kinds.get(type(why), CollectiveTimeout)(message=str(why), rank=rank))
 
 
 def _told(error: FcollError) -> FcollError:

@@ -298,6 +298,12 @@ def test_class(cls):
     assert (type(again), str(again), again.rank) == (cls, str(error), 2)
 
 
+def test_facts_that_are_attributes_are_kept_and_pickled():
+    made = errors.ReductionUnfinished(cause="None came.", parameters=("a.weight",), rank=1)
+    for error in (made, pickle.loads(pickle.dumps(made))):
+        assert (error.parameters, error.rank) == (("a.weight",), 1)
+
+
 def test_errors_are_pickled_with_their_message():
     with pytest.raises(errors.UnknownReduceOp) as raised:
         fcoll.all_reduce(torch.ones(1), "summ")

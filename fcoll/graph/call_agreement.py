@@ -142,15 +142,14 @@ def _raise_at_the_first_difference(g: Group, lists: Sequence[tuple[list[Call], s
     i, at = difference
     lines = [f"  {who}: {what}" for who, what in _by_call(g, at)]
     alike = len({settings for _, settings in lists}) == 1
-    error = PlanMismatch(
+    raise PlanMismatch(
         group=g.label,
-        step=i + 1,
+        step=i,
+        number=i + 1,
+        ranks=tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x)),
         lines="\n".join(lines),
         hint=(_SAME + _COMPILED * bool(lists[0][1])) if alike else _OTHERS,
     )
-    error.step = i
-    error.ranks = tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x))
-    raise error
 
 
 _SAME = (

@@ -19,6 +19,7 @@ class BadLayout(FcollError):
     """Shards that do not make up the tensor: ``shards`` are the metadata of those that clash."""
 
     what = "the shards do not make up the tensor{at}: {why}"
+    kept = ("rank", "shards")
     shards: tuple = ()
 
 

@@ -234,9 +234,7 @@ _CONTIGUOUS = "Pass x.contiguous()."
 
 
 def _wrong(rank: int, why: str, hint: str) -> BadShards:
-    error = BadShards(why=why, hint=hint)
-    error.rank = rank
-    return error
+    return BadShards(why=why, hint=hint, rank=rank)
 
 
 def _same_on_rank(rank: int, name: str, one: Any, other: Any) -> None:

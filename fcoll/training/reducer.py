@@ -513,9 +513,9 @@ class Reducer(Settings):
             len(self._passes),
             self._raised_at(),
         )
-        error = ReductionUnfinished(cause=backward_errors.unfinished(facts))
-        error.parameters = tuple(self.names[i] for i in missing)
-        self._fail(error)
+        parameters = tuple(self.names[i] for i in missing)
+        cause = backward_errors.unfinished(facts)
+        self._fail(ReductionUnfinished(cause=cause, parameters=parameters))
 
     def _raised_at(self) -> str:
         """The line of a backward pass that an exception has ended."""
