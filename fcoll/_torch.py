@@ -51,6 +51,8 @@ TorchAsyncCollectiveTensor = funcol.AsyncCollectiveTensor
 # All that torch's module has, as it is now: compat.py may be put in its place later.
 FUNCTIONAL_COLLECTIVES = dict(vars(funcol))
 
+Future = private(_C, "Future")  # what hooks return: torch.futures.Future is a subclass of it
+
 # torch's registry of outstanding work, keyed by storage: `_c10d_functional.wait_tensor` finds
 # there what a collective of ours left, and ours finds theirs.
 register_work = private(_C, "_distributed_c10d._register_work")
@@ -85,8 +87,13 @@ def c10d_ops() -> list[str]:
     return sorted(name.removeprefix("c10d::") for name in names)
 
 
+def c10d_arguments(name: str) -> tuple[str, ...]:
+    """The names of the op's arguments; a version of torch may not have it."""
+    return tuple(a.name for a in getattr(torch.ops.c10d, name).default._schema.arguments)
+
+
 def c10d_returns(name: str) -> int:
-    """How many values the op returns; a version of torch may not have it."""
+    """How many values the op returns."""
     return len(getattr(torch.ops.c10d, name).default._schema.returns)
 
 
@@ -300,6 +307,11 @@ def storage_id(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def backward_pass() -> int:
+    """A number of the backward pass that this thread runs; -1 if it runs none."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(fn: Callable[[], Any]) -> None:
     """Call fn when the backward pass that is running has computed all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
@@ -436,6 +448,11 @@ def make_wrapper(cls: type, elem: torch.Tensor) -> Any:
         device=elem.device,
         requires_grad=elem.requires_grad,
     )
+
+
+def completed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, complete, if it is a functional collective's result; without autograd."""
+    return x.trigger_wait() if isinstance(x, TorchAsyncCollectiveTensor) else x
 
 
 # -- torch's ops of other namespaces ---

@@ -45,6 +45,8 @@ from fcoll.eager.dispatch import start
 from fcoll.errors import BadOption, BadOutput, MismatchedLists, fail
 from fcoll.groups import by_name, group_name, group_rank, group_size
 from fcoll.source import user_line
+from fcoll.table import c10d
+from fcoll.table.collectives import COLLECTIVES, functional_row
 from fcoll.table.exchange import check_even_splits
 
 Group: TypeAlias = ProcessGroup | None
@@ -103,12 +105,12 @@ def _traceable(
 ) -> Callable[..., Any]:
     """torch.distributed's function of fn's name and signature; in a trace, fn.
 
-    fn takes the group's name and then, by name, torch's arguments but group and async_op; src and
-    dst come as ranks of the group, ``root`` if not given. It returns the collective's result, the
-    tensors to copy it to and, if there is one, the value of a call that ``blocks``. On a rank that
-    is not in the group the value is ``outside``.
+    fn takes the group as messages of c10d do, and then, by name, those of torch's arguments that it
+    needs; src and dst come as ranks of the group, ``root`` if not given. It returns the message
+    that torch's own call sends. A call that ``blocks`` returns the rank that a message came from,
+    if it has one; on a rank that is not in the group ``outside``.
     """
-    op = fn.__name__
+    op, taken = fn.__name__, tuple(inspect.signature(fn).parameters)[1:]
     parameters = inspect.signature(getattr(torch_dist, op)).parameters
     defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
     names = tuple(parameters)
@@ -127,20 +129,25 @@ def _traceable(
         for arg in ("src", "dst"):
             if arg in given:
                 given[arg] = _peer(op, arg, name, given[arg], given.pop(f"group_{arg}"), root)
-        async_op = given.pop("async_op", not blocks)
-        result, outs, *value = fn(name, **given)
-        _check(op, result, outs)
-        handle = Handle(result, *outs)
-        if async_op:
+        message = fn((name, group_size(name)), **{arg: given[arg] for arg in taken})
+        handle = _started(op, name, message)
+        if given.get("async_op", not blocks):
             return handle
         handle.wait()
-        return value[0] if value else None
+        return _ranks(name)[given["src"]] if blocks and "src" in given else None
 
     call.__doc__ = f"torch.distributed.{op}, also in a trace."
     return call
 
 
-def _check(op: str, result: Tensor, outs: Tensors) -> None:
+def _started(op: str, name: str, message: c10d.Message) -> Handle:
+    """Issue a message by the row that returns a new tensor."""
+    row, args = functional_row(COLLECTIVES[message.row]), list(message.args)
+    if (at := row.position.get("reduce_op")) is not None:
+        args[0], args[at] = scaled(op, args[0], args[at], None)
+    result = _issue(row.name, *args)
+    here = message.root is None or message.root == group_rank(name)
+    outs = list(message.outs[0]) if message.outs and here else []
     for out in outs:
         if out.dtype != result.dtype:
             fail(BadOutput, op=op, got=f"{out.dtype}", want=f"{result.dtype}")
@@ -149,6 +156,7 @@ def _check(op: str, result: Tensor, outs: Tensors) -> None:
     have = sum(_numels(outs))
     if outs and guard_or_false(have != result.numel()):
         fail(BadOutput, op=op, got=f"{have} elements", want=f"{result.numel()}")
+    return Handle(result, *outs)
 
 
 def _issue(name: str, *args: Any) -> Any:
@@ -182,7 +190,7 @@ def _peer(op: str, arg: str, name: str, rank: Rank, in_group: Rank, root: Rank =
     fail(BadOption, op=op, arg=arg, value=value, known=f"{ranks}")
 
 
-def _one_each(op: str, n: int, tensors: Tensors) -> None:
+def _one_each(op: str, n: int, tensors: Tensors) -> Tensors:
     if len(tensors) != n:
         why = f"there are {len(tensors)} tensors for {n} ranks"
         fail(MismatchedLists, op=op, why=why, hint="Give one for each rank of the group.")
@@ -190,76 +198,56 @@ def _one_each(op: str, n: int, tensors: Tensors) -> None:
         if x.dtype != tensors[0].dtype:
             why = f"there are tensors of {x.dtype} and {tensors[0].dtype}"
             fail(MismatchedLists, op=op, why=why, hint="Give all the same dtype.")
+    return tensors
 
 
 def _on_root(
     op: str, arg: str, n: int, tensors: Tensors | None, like: Tensor, root: bool
-) -> Tensors:
-    """The list that gather and scatter take on the root alone: n tensors of like's size."""
+) -> list[Tensors]:
+    """The list that gather and scatter take on the root alone, n tensors of like's size; as c10d
+    takes it."""
     if bool(tensors) != root:
         why = f"{arg} is {'missing on' if root else 'not for others than'} the root"
         fail(MismatchedLists, op=op, why=why, hint="Give it on the root, None elsewhere.")
     if not tensors:
-        return ()
-    _one_each(op, n, tensors)
-    for x in tensors:
+        return []
+    for x in _one_each(op, n, tensors):
         if guard_or_false(x.numel() != like.numel()):
             why = f"{arg} has one of {x.numel()} elements, tensor has {like.numel()}"
             fail(MismatchedLists, op=op, why=why, hint="Give all the same size.")
-    return tensors
+    return [tensors]
 
 
 def _numels(tensors: Tensors) -> list[int]:
     return [x.numel() for x in tensors]
 
 
-def _sizes(tensors: Tensors) -> list[int] | None:
-    """How large each is, if they are not all alike."""
-    sizes = _numels(tensors)
-    return None if all([guard_or_false(s == sizes[0]) for s in sizes]) else sizes
-
-
-def _flat(tensors: Tensors) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-# -- all ranks with all ranks ---
+# -- all ranks with all ranks: the messages of torch's own calls (table/c10d.py) ---
 
 
 @_traceable
-def all_reduce(name, tensor, op):
-    x, op = scaled("all_reduce", tensor, op, None)
-    return _issue("all_reduce", x, op, name), [tensor]
+def all_reduce(g, tensor, op):
+    return c10d.allreduce_([tensor], g, op)
 
 
 @_traceable
-def all_gather(name, tensor_list, tensor):
-    n = group_size(name)
-    _one_each("all_gather", n, tensor_list)
-    x = tensor.reshape(-1)
-    return _issue("all_gather_into_tensor", x, n, name, 0, _sizes(tensor_list)), tensor_list
+def all_gather(g, tensor_list, tensor):
+    return c10d.allgather_([_one_each("all_gather", g[1], tensor_list)], [tensor], g)
 
 
 @_traceable
-def all_gather_single(name, output_tensor, input_tensor):
-    result = _issue("all_gather_into_tensor", input_tensor, group_size(name), name)
-    return result, [output_tensor]
+def all_gather_single(g, output_tensor, input_tensor):
+    return c10d._allgather_base_(output_tensor, input_tensor, g)
 
 
 @_traceable
-def reduce_scatter(name, output, input_list, op):
-    n = group_size(name)
-    _one_each("reduce_scatter", n, input_list)
-    x, op = scaled("reduce_scatter", _flat(input_list), op, None)
-    return _issue("reduce_scatter_tensor", x, op, n, name, 0, _sizes(input_list)), [output]
+def reduce_scatter(g, output, input_list, op):
+    return c10d.reduce_scatter_([output], [_one_each("reduce_scatter", g[1], input_list)], g, op)
 
 
 @_traceable
-def reduce_scatter_single(name, output, input, op):
-    n = group_size(name)
-    rows = input if input.dim() and input.shape[0] % n == 0 else input.reshape(-1)
-    x, op = scaled("reduce_scatter_single", rows, op, None)
-    return _issue("reduce_scatter_tensor", x, op, n, name), [output]
+def reduce_scatter_single(g, output, input, op):
+    return c10d._reduce_scatter_base_(output, input, g, op)
 
 
 # as in torch, but for its deprecation warning
@@ -268,83 +256,75 @@ reduce_scatter_tensor = reduce_scatter_single
 
 
 @_traceable
-def all_to_all(name, output_tensor_list, input_tensor_list):
-    for tensors in (input_tensor_list, output_tensor_list):
-        _one_each("all_to_all", group_size(name), tensors)
-    splits = _numels(output_tensor_list), _numels(input_tensor_list)
-    return _issue("all_to_all_single", _flat(input_tensor_list), *splits, name), output_tensor_list
+def all_to_all(g, output_tensor_list, input_tensor_list):
+    outs, ins = (_one_each("all_to_all", g[1], x) for x in (output_tensor_list, input_tensor_list))
+    return c10d.alltoall_(outs, ins, g)
 
 
 @_traceable
-def all_to_all_single(name, output, input, output_split_sizes, input_split_sizes):
-    n = group_size(name)
-    splits = []
+def all_to_all_single(g, output, input, output_split_sizes, input_split_sizes):
     for x, sizes in ((output, output_split_sizes), (input, input_split_sizes)):
         if not sizes:
-            check_even_splits(x, None, None, name)
-        splits.append(list(sizes) if sizes else [x.shape[0] // n] * n)
-    return _issue("all_to_all_single", input, *splits, name), [output]
+            check_even_splits(x, None, None, g[0])
+    return c10d.alltoall_base_(output, input, g, output_split_sizes or (), input_split_sizes or ())
 
 
 @_traceable
-def barrier(name, device_ids, timeout):
-    return _issue("barrier", name), []
+def barrier(g):
+    return c10d.barrier(g)
 
 
 # -- from or to one rank ---
 
 
 @_traceable
-def broadcast(name, tensor, src):
-    return _issue("broadcast", tensor, src, name), [tensor]
+def broadcast(g, tensor, src):
+    return c10d.broadcast_([tensor], g, src)
 
 
 @_traceable
-def reduce(name, tensor, dst, op):
-    x, op = scaled("reduce", tensor, op, None)
+def reduce(g, tensor, dst, op):
     # torch may leave anything in the other ranks' tensors: here they keep their values
-    return _issue("reduce", x, op, dst, name), [tensor] if dst == group_rank(name) else []
+    return c10d.reduce_([tensor], g, op, dst)
 
 
 @functools.partial(_traceable, root=0)
-def gather(name, tensor, gather_list, dst):
-    n = group_size(name)
+def gather(g, tensor, gather_list, dst):
+    name, n = g
     outs = _on_root("gather", "gather_list", n, gather_list, tensor, dst == group_rank(name))
-    return _issue("gather", tensor.reshape(-1), dst, n, name), outs
+    return c10d.gather_(outs, [tensor], g, dst)
 
 
 @functools.partial(_traceable, root=0)
-def scatter(name, tensor, scatter_list, src):
-    n = group_size(name)
+def scatter(g, tensor, scatter_list, src):
+    name, n = g
     parts = _on_root("scatter", "scatter_list", n, scatter_list, tensor, src == group_rank(name))
-    # elsewhere the op wants no more than the shape
-    x = _flat(parts) if parts else tensor.new_empty(()).expand(n * tensor.numel())
-    return _issue("scatter", x, src, n, name), [tensor]
+    return c10d.scatter_([tensor], parts, g, src)
 
 
 # -- between two ranks ---
 
 
 @_traceable
-def isend(name, tensor, dst, tag):
-    return _issue("isend", tensor, dst, tag, name), []
+def isend(g, tensor, dst, tag):
+    return c10d.send([tensor], g, dst, tag)
 
 
 @_traceable
-def irecv(name, tensor, src, tag):
-    return _issue("irecv", tensor, src, tag, name), [tensor]
+def irecv(g, tensor, src, tag):
+    return c10d.recv_([tensor], g, src, tag)
 
 
 @functools.partial(_traceable, blocks=True)
-def send(name, tensor, dst, tag):
-    if dst == group_rank(name):
+def send(g, tensor, dst, tag):
+    if dst == group_rank(g[0]):
         fail(BadOption, op="send", arg="dst", value="this rank", known="the others")
-    return _issue("isend", tensor, dst, tag, name), []
+    return c10d.send([tensor], g, dst, tag)
 
 
 @functools.partial(_traceable, blocks=True, outside=-1)
-def recv(name, tensor, src, tag):
-    return _issue("irecv", tensor, src, tag, name), [tensor], _ranks(name)[src]
+def recv(g, tensor, src, tag):
+    return c10d.recv_([tensor], g, src, tag)
 
 
 class P2POp(torch_dist.P2POp):

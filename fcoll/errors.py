@@ -1,6 +1,7 @@
-"""One class a user mistake; the message is the class's template.
+"""One class a user mistake, which says ``what`` is wrong and how to ``fix`` it.
 
-Every template says what is wrong, where (``{at}`` becomes ", at model.py:31") and how to fix it.
+Facts are in braces. The user's line (", at model.py:31") is put behind what is wrong, or where that
+has ``{at}``.
 """
 
 from __future__ import annotations
@@ -19,25 +20,39 @@ from fcoll.source import line_of, user_line
 # torch.distributed the second for the same mistakes, so code that catches either goes on working.
 # Dynamo passes an AssertionError through unchanged, so a compiled program sees the same class.
 class FcollError(AssertionError, ValueError):
-    """The base of all errors that fcoll raises for a call it cannot carry out."""
+    """The base of all errors that fcoll raises for a call it cannot carry out.
 
-    template = "{what}{at}"
+    Where each case of a mistake is something else, both are said where it is found: ``why`` and
+    ``hint``."""
+
+    what = "{why}"
+    fix = "{hint}"
+    template = "{why}{at}. {hint}"  # of both; a class may have a text of another form instead
+    #: The facts that an error has as attributes, also after it was pickled.
+    kept: tuple[str, ...] = ("rank",)
     rank: int = -1
 
+    def __init_subclass__(cls) -> None:
+        if {"what", "fix"} & vars(cls).keys():
+            where = "" if "{at}" in cls.what else "{at}"
+            cls.template = f"{cls.what}{where}. {cls.fix}"
+
     def __init__(self, *message: str, **facts: Any) -> None:
-        if facts:
+        if not message:
             line = user_line(_torch.traced_stack())
             at = f", at {line}" if line else ""
             message = (f"{type(self).__name__}: {self.template.format(at=at, **facts)}",)
         super().__init__(*message)
+        vars(self).update({name: facts[name] for name in self.kept if name in facts})
 
     def __reduce__(self) -> Any:
         # not the whole __dict__: Dynamo leaves frames there, which cannot be pickled
-        return type(self), self.args, {"rank": self.rank}
+        return type(self), self.args, {name: getattr(self, name) for name in self.kept}
 
 
 class UnknownReduceOp(FcollError):
-    template = "{op}: no reduce op {reduce_op!r}{at}. Use one of {known}, or a dist.ReduceOp."
+    what = "{op}: no reduce op {reduce_op!r}"
+    fix = "Use one of {known}, or a dist.ReduceOp."
 
 
 class NotEqual(FcollError):
@@ -45,123 +60,124 @@ class NotEqual(FcollError):
 
 
 class MissingFactor(FcollError):
-    template = (
-        "{op}: a factor goes with the reduce op premul_sum and only with it; got {reduce_op!r} "
-        'and factor={factor}{at}. Write all_reduce(x, "premul_sum", group, factor=0.5).'
+    what = (
+        "{op}: a factor goes with the reduce op premul_sum and only with it; got {reduce_op!r} and "
+        "factor={factor}"
     )
+    fix = 'Write all_reduce(x, "premul_sum", group, factor=0.5).'
 
 
 class UnknownGroup(FcollError):
-    template = (
-        "no process group {group}{at}. {hint}Pass a ProcessGroup, a 1-D DeviceMesh, "
-        "(mesh, dim), a group's name, a list of ranks, or None for all ranks."
+    what = "no process group {group}"
+    fix = (
+        "{hint}Pass a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, a list of "
+        "ranks, or None for all ranks."
     )
 
 
 class NotInitialized(FcollError):
-    template = (
-        "torch.distributed is not initialized{at}. Call "
-        'torch.distributed.init_process_group("gloo") first and start with torchrun, '
-        "or use fcoll.fake_world to trace without processes."
+    what = "torch.distributed is not initialized"
+    fix = (
+        'Call torch.distributed.init_process_group("gloo") first and start with torchrun, or use '
+        "fcoll.fake_world to trace without processes."
     )
 
 
 class NotInGroup(FcollError):
-    template = (
-        "rank {rank} is not a member of the group {ranks}{at}. Only its members may call a "
-        "collective on a group: guard the call with `if rank in {ranks}`."
+    what = "rank {rank} is not a member of the group {ranks}"
+    fix = (
+        "Only its members may call a collective on a group: guard the call with `if rank in "
+        "{ranks}`."
     )
 
 
 class RankOutOfGroup(FcollError):
-    template = (
-        "{op}: {arg}={rank} is outside the group of {n} ranks{at}. Ranks are counted within the "
-        "group: 0 to {last}."
-    )
+    what = "{op}: {arg}={rank} is outside the group of {n} ranks"
+    fix = "Ranks are counted within the group: 0 to {last}."
 
 
 class BadPermutation(FcollError):
-    template = (
-        "{op}: dst={dst} does not map the {n} ranks of the group one to one{at}. Give one "
-        "target for each rank, each at most once; -1 where a rank sends to nobody."
-    )
+    what = "{op}: dst={dst} does not map the {n} ranks of the group one to one"
+    fix = "Give one target for each rank, each at most once; -1 where a rank sends to nobody."
 
 
 class BadDim(FcollError):
-    template = "{op}: dim {dim} is outside a tensor of {ndim} dimensions{at}. {hint}"
+    what = "{op}: dim {dim} is outside a tensor of {ndim} dimensions"
 
 
 class UnevenShard(FcollError):
-    template = (
-        '{op} over "{group}" needs dim {dim} ({size}) divisible by {n}{at}. '
-        "Pad to {padded}, or pass {remedy}."
-    )
+    what = '{op} over "{group}" needs dim {dim} ({size}) divisible by {n}'
+    fix = "Pad to {padded}, or pass {remedy}."
 
 
 class BadSizes(FcollError):
-    template = (
-        "{op}: sizes={sizes} do not fit{at}: {why}. Give one size >= 0 for each of {n} ranks."
-    )
+    what = "{op}: sizes={sizes} do not fit{at}: {why}"
+    fix = "Give one size >= 0 for each of {n} ranks."
 
 
 class BadSplits(FcollError):
-    template = (
-        "{op}: {arg}={splits} do not fit{at}: {why}. Give {n} sizes >= 0, output_splits and "
-        "input_splits both or neither; input_splits must add up to dim 0."
+    what = "{op}: {arg}={splits} do not fit{at}: {why}"
+    fix = (
+        "Give {n} sizes >= 0, output_splits and input_splits both or neither; input_splits must "
+        "add up to dim 0."
     )
 
 
 class WrongDtype(FcollError):
-    template = "{op}: {reduce_op} has no meaning for {dtype}{at}. {hint}"
+    what = "{op}: {reduce_op} has no meaning for {dtype}"
 
 
 class WrongDevice(FcollError):
-    template = (
-        "{op}: the tensor is on {device}, the group's backend serves {serves}{at}. Move the "
-        "tensor, or make the group with a backend for {device}."
-    )
+    what = "{op}: the tensor is on {device}, the group's backend serves {serves}"
+    fix = "Move the tensor, or make the group with a backend for {device}."
 
 
 class WrongType(FcollError, TypeError):
-    template = "{op}: {arg} is {kind}{at}. Pass {want}."
+    what = "{op}: {arg} is {kind}"
+    fix = "Pass {want}."
 
 
 class WrongLayout(FcollError, TypeError):
-    template = (
-        "{op}: {arg} is a {kind} tensor{at}. Collectives move the elements of strided tensors: "
-        "convert it, as in x.to_dense(), or send its parts."
+    what = "{op}: {arg} is a {kind} tensor"
+    fix = (
+        "Collectives move the elements of strided tensors: convert it, as in x.to_dense(), or send "
+        "its parts."
     )
 
 
 class MismatchedLists(FcollError):
-    template = "{op}: {why}{at}. {hint}"
+    what = "{op}: {why}"
 
 
 class BadOption(FcollError):
-    template = "{op}: {arg}={value!r}{at}. Use one of {known}."
+    what = "{op}: {arg}={value!r}"
+    fix = "Use one of {known}."
 
 
 class BadOutput(FcollError):
-    template = "{op}: out has {got}, the result needs {want}{at}. Allocate it so."
+    what = "{op}: out has {got}, the result needs {want}"
+    fix = "Allocate it so."
 
 
 class BadRow(FcollError):
-    template = "the row {name!r} cannot be registered: {why}{at}."
+    what = "the row {name!r} cannot be registered: {why}"
+    fix = "Compare it with the rows of fcoll/table/reduce.py."
 
 
 class NoStackedRule(FcollError):
-    template = "{op} cannot run on stacked ranks{at}: {why}. {hint}"
+    what = "{op} cannot run on stacked ranks{at}: {why}"
 
 
 class RaggedRanks(FcollError):
-    template = (
-        "{op}: {why}, so that ranks would hold tensors of different shapes{at}. Stacked ranks have "
-        "one shape: pad the parts, or use fcoll.simulate_ranks, where each rank has its own."
+    what = "{op}: {why}, so that ranks would hold tensors of different shapes"
+    fix = (
+        "Stacked ranks have one shape: pad the parts, or use fcoll.simulate_ranks, where each rank "
+        "has its own."
     )
 
 
 class BadStack(FcollError):
-    template = "{why}{at}. {hint}"
+    """Stacks of ranks' tensors that fit neither each other nor the ranks."""
 
 
 class NotInBatch(FcollError, RuntimeError):
@@ -172,20 +188,25 @@ class NotInBatch(FcollError, RuntimeError):
 
 
 class UnknownAxis(FcollError):
-    template = (
-        "no mesh with one axis {axis!r}{at}: {why}. Pass the mesh, as in axis_index(axis, mesh)."
-    )
+    what = "no mesh with one axis {axis!r}{at}: {why}"
+    fix = "Pass the mesh, as in axis_index(axis, mesh)."
 
 
 class NoGradient(FcollError):
-    template = "{op} has no gradient{at}: {why}. {hint}"
+    what = "{op} has no gradient{at}: {why}"
 
 
 # A RuntimeError too: torch raises one where ranks make different calls.
-class CollectiveMismatch(FcollError, RuntimeError):
-    template = (
-        "{message}{at}. All ranks of a group must make the same calls in the same order: look for "
-        "a branch that only some of them take."
+class Reported(FcollError, RuntimeError):
+    """What ranks found while they ran: they tell it in a message."""
+
+    what = "{message}"
+
+
+class CollectiveMismatch(Reported):
+    fix = (
+        "All ranks of a group must make the same calls in the same order: look for a branch that "
+        "only some of them take."
     )
 
 
@@ -195,60 +216,56 @@ class PlanMismatch(CollectiveMismatch):
 
     template = (
         "the ranks of the group {group!r} are about to issue different collectives{at}: number "
-        "{step} is\n{lines}\n{hint}"
+        "{number} is\n{lines}\n{hint}"
     )
+    kept = ("rank", "step", "ranks")
     step: int = -1
     ranks: tuple[int, ...] = ()
-
-    def __reduce__(self) -> Any:
-        kind, args, kept = super().__reduce__()
-        return kind, args, {**kept, "step": self.step, "ranks": self.ranks}
 
 
 class OtherGraph(PlanMismatch):
     """A rank has a new graph to compare, and ``rank`` runs one on which all agreed before."""
 
-    template = (
-        "{message}{at}. Ranks that run different graphs wait for each other for ever: look for a "
-        "branch, a shape or a setting that only some of them have."
+    what = "{message}"
+    fix = (
+        "Ranks that run different graphs wait for each other for ever: look for a branch, a shape "
+        "or a setting that only some of them have."
     )
 
 
 class NeverWaited(FcollError):
-    template = "nothing waits for {what}{at}. Use its result, or call fcoll.wait_tensor on it."
+    what = "nothing waits for {what}"
+    fix = "Use its result, or call fcoll.wait_tensor on it."
 
 
 class BadMesh(FcollError):
-    template = "no mesh with {what}{at}. {hint}"
+    what = "no mesh with {what}"
 
 
 class UnusedAxis(FcollError):
-    template = (
+    what = (
         "scale: with {axis}={size} nothing runs along the axis {axis!r}, and the program does not "
-        "ask for it{at}. Name an axis that it uses: mesh[{axis!r}]."
+        "ask for it"
     )
+    fix = "Name an axis that it uses: mesh[{axis!r}]."
 
 
 class GroupDestroyed(FcollError):
-    template = (
-        "{op} on the group {group!r}, which was destroyed before or never made{at}. Destroy a "
-        "group after its last collective."
-    )
+    what = "{op} on the group {group!r}, which was destroyed before or never made"
+    fix = "Destroy a group after its last collective."
 
 
 class UnknownCollective(FcollError):
-    template = (
-        "{op} cannot be traced{at}: it is not known which messages it sends. Use a functional "
-        "collective, as in fcoll.all_reduce."
-    )
+    what = "{op} cannot be traced{at}: it is not known which messages it sends"
+    fix = "Use a functional collective, as in fcoll.all_reduce."
 
 
 class UntraceableDDP(FcollError):
-    template = (
+    what = (
         "torch's DistributedDataParallel is not traced as torch.compile would run it{at}: torch "
-        "cuts the graph at its buckets. Trace it in another mode, or wrap the module in "
-        "fcoll.DataParallel."
+        "cuts the graph at its buckets"
     )
+    fix = "Trace it in another mode, or wrap the module in fcoll.DataParallel."
 
 
 class CheckMismatch(CollectiveMismatch):
@@ -285,18 +302,17 @@ class DataDependent(FcollError):
         "know, keep the decision inside tensors (torch.where), or say which way a trace goes: "
         "`if fcoll.assume(condition, False):`."
     )
+    kept = ("rank", "line", "shared")
     line: str = ""
     shared: str | None = None  # a digest of the condition, where all ranks share the value
 
-    def __reduce__(self) -> Any:
-        return type(self), self.args, {k: getattr(self, k) for k in ("rank", "line", "shared")}
-
 
 class ShapeRuleLacksDtype(FcollError, RuntimeError):
-    template = (
-        "torch's shape rule of {op} takes {takes} and refuses {dtype}{at}: {said}. A trace, as "
-        "torch.compile, asks this rule in place of the op, which itself may run in {dtype}. Trace "
-        "the model in {takes} (model.to(torch.{takes})), or compute it without this op."
+    what = "torch's shape rule of {op} takes {takes} and refuses {dtype}{at}: {said}"
+    fix = (
+        "A trace, as torch.compile, asks this rule in place of the op, which itself may run in "
+        "{dtype}. Trace the model in {takes} (model.to(torch.{takes})), or compute it without this "
+        "op."
     )
 
 
@@ -308,28 +324,28 @@ class NeedsPeers(FcollError):
     )
 
 
-class PeerDied(FcollError, RuntimeError):
-    template = "{message}{at}. The group is closed: restart the job."
+class PeerDied(Reported):
+    fix = "The group is closed: restart the job."
 
 
-class CollectiveTimeout(FcollError, RuntimeError):
-    template = (
-        "{message}{at}. Is that rank stuck, or did it skip the call? Raise the timeout given to "
+class CollectiveTimeout(Reported):
+    fix = (
+        "Is that rank stuck, or did it skip the call? Raise the timeout given to "
         "init_process_group if it is only slow."
     )
 
 
-class GroupClosed(FcollError, RuntimeError):
-    template = "{message}{at}. Make a new process group, or restart the job."
+class GroupClosed(Reported):
+    fix = "Make a new process group, or restart the job."
 
 
-class GroupForked(FcollError, RuntimeError):
-    template = "{message}{at}. Call init_process_group in the new process."
+class GroupForked(Reported):
+    fix = "Call init_process_group in the new process."
 
 
-class BadSymmetricCall(FcollError, RuntimeError):
-    template = (
-        "{message}{at}. Its tensors are contiguous, of one dtype, and for most ops made by "
+class BadSymmetricCall(Reported):
+    fix = (
+        "Its tensors are contiguous, of one dtype, and for most ops made by "
         "torch.distributed._symmetric_memory.empty, on all ranks of the group."
     )
 
@@ -337,9 +353,8 @@ class BadSymmetricCall(FcollError, RuntimeError):
 class NeverRan(FcollError):
     """A generator or coroutine function in place of a program: a call of it runs none of it."""
 
-    template = (
-        "{op}: the function gave {kind}{at}, and none of it has run. Give a plain function: {hint}."
-    )
+    what = "{op}: the function gave {kind}{at}, and none of it has run"
+    fix = "Give a plain function: {hint}."
 
 
 _UNRUN = {
@@ -392,150 +407,183 @@ def _class_of_both(kind: type[BaseException]) -> type[RankFailed]:
 
 
 class NotOnSimulatedRanks(FcollError, RuntimeError):
-    template = "{what} does not work on simulated ranks{at}. {hint}"
+    what = "{what} does not work on simulated ranks"
 
 
 class NoValues(FcollError, RuntimeError):
-    template = "{what} has no values{at}. {hint}"
+    what = "{what} has no values"
 
 
 class RanksTimeout(FcollError, RuntimeError):
-    template = (
-        "the simulated ranks did not end in {seconds} s{at}: {ranks} was running{there}. Pass a "
-        "larger timeout=, or look for a loop or a lock that the rank is in; its thread may go on."
+    what = "the simulated ranks did not end in {seconds} s{at}: {ranks} was running{there}"
+    fix = (
+        "Pass a larger timeout=, or look for a loop or a lock that the rank is in; its thread may "
+        "go on."
     )
 
 
 class UnknownMachine(FcollError):
-    template = (
-        "no machine {machine!r}{at}. Use one of {known}, a .toml file of your own (copy one of "
-        "fcoll/costs/machines), or a fcoll.costs.machine.Machine."
+    what = "no machine {machine!r}"
+    fix = (
+        "Use one of {known}, a .toml file of your own (copy one of fcoll/costs/machines), or a "
+        "fcoll.costs.machine.Machine."
     )
 
 
 class NotCalibrated(FcollError):
-    template = (
-        "this machine has not been measured: there is no local.toml in {folder}{at}. "
-        "Run `fcoll calibrate` (about a minute), or name another machine."
-    )
+    what = "this machine has not been measured: there is no local.toml in {folder}"
+    fix = "Run `fcoll calibrate` (about a minute), or name another machine."
 
 
 class BadMachineFile(FcollError):
-    template = (
-        "{path} does not describe a machine: {why}{at}. Compare it with fcoll/costs/machines."
-    )
+    what = "{path} does not describe a machine: {why}"
+    fix = "Compare it with fcoll/costs/machines."
 
 
 class BadTarget(FcollError):
-    template = (
-        "cannot run {target}: {why}{at}. Name a function build(mesh) -> (fn, args) as "
-        "pkg.mod:build or file.py:build, or use --demo."
+    what = "cannot run {target}: {why}"
+    fix = (
+        "Name a function build(mesh) -> (fn, args) as pkg.mod:build or file.py:build, or use "
+        "--demo."
     )
 
 
 class BadTraceFile(FcollError):
-    template = (
-        "cannot read the trace {path}: {why}{at}. Write one with "
-        "`fcoll report train.py:build --mesh dp=4 --save trace.json`."
-    )
+    what = "cannot read the trace {path}: {why}"
+    fix = "Write one with `fcoll report train.py:build --mesh dp=4 --save trace.json`."
 
 
 class BadProfile(FcollError):
-    template = (
-        "cannot read the profile {path}: {why}{at}. Write one with torch.profiler's "
-        "export_chrome_trace, or with nsys export --type sqlite."
-    )
+    what = "cannot read the profile {path}: {why}"
+    fix = "Write one with torch.profiler's export_chrome_trace, or with nsys export --type sqlite."
 
 
 class BadDump(FcollError):
-    template = (
-        "cannot read the flight records {path}: {why}{at}. Name the folder or the files that ranks "
-        "wrote with TORCH_FR_DUMP_TEMP_FILE=folder/rank_ set."
+    what = "cannot read the flight records {path}: {why}"
+    fix = (
+        "Name the folder or the files that ranks wrote with TORCH_FR_DUMP_TEMP_FILE=folder/rank_ "
+        "set."
     )
 
 
 class NotWritable(FcollError):
-    template = "cannot write {path}: {why}{at}. Make the folder, or name another file."
+    what = "cannot write {path}: {why}"
+    fix = "Make the folder, or name another file."
 
 
 class MissingSize(FcollError):
-    template = (
-        "the cost depends on {symbols}, which have no value{at}. "
-        'Pass sizes={{"{first}": 128, ...}}, or --sizes {first}=128.'
-    )
+    what = "the cost depends on {symbols}, which have no value"
+    fix = 'Pass sizes={{"{first}": 128, ...}}, or --sizes {first}=128.'
 
 
 class UnknownScheduler(FcollError):
-    template = (
-        "no scheduler {scheduler!r}{at}. Use one of {known}, a function of your own "
-        '(Steps in, names out), or register one with @fcoll.scheduler("name").'
+    what = "no scheduler {scheduler!r}"
+    fix = (
+        "Use one of {known}, a function of your own (Steps in, names out), or register one with "
+        '@fcoll.scheduler("name").'
     )
 
 
 class MemoryCapTooSmall(FcollError):
-    template = (
+    what = (
         "no order was found that holds at most {cap}{at}: the least is {least}, and the graph's "
-        "own order holds {original}. Pass a larger memory_cap, or None."
+        "own order holds {original}"
     )
+    fix = "Pass a larger memory_cap, or None."
 
 
 class BadPlan(FcollError):
-    template = (
-        "the plan of scheduler {scheduler!r} is wrong: {why}{at}. Give every step once, behind all "
-        "that it needs, and stay under the memory cap."
-    )
+    what = "the plan of scheduler {scheduler!r} is wrong: {why}"
+    fix = "Give every step once, behind all that it needs, and stay under the memory cap."
 
 
 class NoGraph(FcollError):
-    template = (
-        "a plan of {what} has no graph to change{at}. Plan a Trace of this process, or a "
-        "GraphModule."
-    )
+    what = "a plan of {what} has no graph to change"
+    fix = "Plan a Trace of this process, or a GraphModule."
 
 
 class BadPlanFile(FcollError):
-    template = "cannot read the plan {path}: {why}{at}. Write one with plan.save({path!r})."
+    what = "cannot read the plan {path}: {why}"
+    fix = "Write one with plan.save({path!r})."
 
 
 # -- gradient buckets: RuntimeErrors too, as those of torch's reducer ---
 
 
 class BadBuckets(FcollError, RuntimeError):
-    template = "no such gradient buckets{at}: {why}. {hint}"
+    what = "no such gradient buckets{at}: {why}"
 
 
 class BadGradient(FcollError, RuntimeError):
-    template = "a gradient cannot be reduced{at}: Expected {want}, got {got}. {hint}"
+    what = "a gradient cannot be reduced{at}: Expected {want}, got {got}"
 
 
 class ReductionUnfinished(FcollError, RuntimeError):
     """Some parameters got no gradient in the last backward pass: ``parameters`` are their names."""
 
-    template = "{message}"
+    template = (
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "{cause}"
+    )
+    kept = ("rank", "parameters")
     parameters: tuple[str, ...] = ()
 
 
+class ResetElsewhere(ReductionUnfinished):
+    what = "reset_state() met another collective"
+    fix = "Call it on all ranks, after the same one."
+
+
 class ReadyTwice(FcollError, RuntimeError):
-    template = "{message}"
+    """A parameter's gradient was computed twice in one iteration."""
 
-
-class GraphChanged(FcollError, RuntimeError):
-    template = "{message}"
-
-
-class BadCommHook(FcollError, RuntimeError):
-    template = "{why}{at}. {hint}"
-
-
-class JoinCompiled(FcollError, RuntimeError):
     template = (
-        "a compiled module has no join(){at}: ranks that have joined do not answer its "
-        "all-reduces. {hint}"
+        "Expected to mark a variable ready only once. This error is caused by one of the following "
+        "reasons: 1) Use of a module parameter outside the `forward` function. Please make sure "
+        "model parameters are not shared across multiple concurrent forward-backward passes. or "
+        "try to use _set_static_graph() as a workaround if this module graph does not change "
+        "during training loop.2) Reused parameters in multiple reentrant backward passes. For "
+        "example, if you use multiple `checkpoint` functions to wrap the same part of your model, "
+        "it would result in the same set of parameters been used by different reentrant backward "
+        "passes multiple times, and hence marking a variable ready multiple times. You can try to "
+        "use _set_static_graph() as a workaround if your module graph does not change over "
+        "iterations.{unused}\nParameter at index {index} with name {name} has been marked as ready "
+        "twice. This means that multiple autograd engine  hooks have fired for this particular "
+        "parameter during this iteration. First at {first}, then at {now}."
     )
 
 
-class ParametersDiffer(FcollError, RuntimeError):
-    template = "{message}{at}. Build the same model on all ranks, with its parameters in one order."
+class GraphChanged(FcollError, RuntimeError):
+    """In a static graph a parameter got more gradients than in the first iteration."""
+
+    template = (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "iteration, but then got used in the second iteration. this is not compatible with "
+        "static_graph set to True.\nParameter {name} (index {index}) {then} in the first iteration "
+        "and got one more now{at}."
+    )
+
+
+class StaticGraphTooLate(GraphChanged):
+    what = (
+        "set_static_graph() should be called before training loop starts and after "
+        "DistributedDataParallel is constructed"
+    )
+    fix = "Pass static_graph=True to it."
+
+
+class BadCommHook(FcollError, RuntimeError):
+    """A communication hook that cannot be registered, or gave what is no gradient."""
+
+
+class JoinCompiled(FcollError, RuntimeError):
+    what = (
+        "a compiled module has no join(){at}: ranks that have joined do not answer its all-reduces"
+    )
+
+
+class ParametersDiffer(Reported):
+    fix = "Build the same model on all ranks, with its parameters in one order."
 
 
 #: Called with every error that the C++ part or the ranks' meeting raises.
@@ -552,17 +600,14 @@ def from_native(error: Exception) -> Exception:
     found = _NATIVE.search(str(error))
     if found is None:
         return error
-    made: FcollError = globals()[found[1]](message=found[3])
-    made.rank = int(found[2])
-    return _told(made)
+    return _told(globals()[found[1]](message=found[3], rank=int(found[2])))
 
 
 def from_lobby(why: NotMet) -> FcollError:
     """That ranks did not come together, as the error of a collective that waited for them."""
     kinds: dict[type, type[FcollError]] = {Died: PeerDied, Elsewhere: OtherGraph}
-    made = kinds.get(type(why), CollectiveTimeout)(message=str(why))
-    made.rank = why.ranks[0] if why.ranks else -1
-    return _told(made)
+    rank = why.ranks[0] if why.ranks else -1
+    return _told(kinds.get(type(why), CollectiveTimeout)(message=str(why), rank=rank))
 
 
 def _told(error: FcollError) -> FcollError:

@@ -22,6 +22,7 @@ from torch._inductor import lowering as _lowering  # type: ignore[attr-defined]
 from torch._inductor import virtualized as _virtualized
 from torch._inductor.codegen import wrapper as _wrapper
 
+from fcoll._torch import symmetric_memory as _symm_mem
 from fcoll.graph._torch import op_only_allocates
 from fcoll.imports import is_missing, private, say_what_is_missing
 
@@ -48,7 +49,6 @@ _comm_lowering = private("torch._inductor.comm_lowering")
 # torch's symmetric memory: a tensor in it, what every rank of a group does with one to reach the
 # peers', and the bytes that a rank has for signals.
 _SYMM_MEM = "torch.distributed._symmetric_memory"
-_symm_mem = private(_SYMM_MEM)
 symmetric_empty = private(_SYMM_MEM, "empty")
 rendezvous = private(_SYMM_MEM, "rendezvous")
 signal_pad_size = private(_SYMM_MEM, "get_signal_pad_size")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import json
 import threading
 import time
@@ -28,6 +27,7 @@ from fcoll.graph.call_agreement import Call, Compared, calls_by_group, compare, 
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.nodes import has_named_group, regions_of
 from fcoll.groups import by_name
+from fcoll.transport.handshake import digest
 from inductor_ext import watch
 from inductor_ext._torch import runs_region
 from inductor_ext.choice import Choice, choice_of
@@ -41,7 +41,7 @@ def card_of(module: torch.fx.GraphModule) -> str:
     for call, node in _issued(module):
         calls.append(call)
         how[call.start] = _how(node)
-    settings = hashlib.sha256(repr(config.key()).encode()).hexdigest()
+    settings = str(digest(repr(config.key())))
     plain = json.dumps([calls_by_group(calls, how), settings])
     return base64.b64encode(zlib.compress(plain.encode())).decode()
 

@@ -6,31 +6,31 @@ from fcoll.errors import FcollError
 
 
 class UnknownRow(FcollError):
-    template = "{row} is no row of the table{at}. Use one of {known}, or fcoll.register it first."
+    what = "{row} is no row of the table"
+    fix = "Use one of {known}, or fcoll.register it first."
 
 
 class NoSuchArgument(FcollError):
-    template = "{op} has no argument {missing}{at}. It has {known}."
+    what = "{op} has no argument {missing}"
+    fix = "It has {known}."
 
 
 class UnknownForm(FcollError):
-    template = "inductor_ext.config.form = {form!r}{at}: there is no such form. Use one of {known}."
+    what = "inductor_ext.config.form = {form!r}{at}: there is no such form"
+    fix = "Use one of {known}."
 
 
 class UnknownSetting(FcollError, AttributeError):
-    template = "inductor_ext.config has no setting {name!r}{at}. It has {known}."
+    what = "inductor_ext.config has no setting {name!r}"
+    fix = "It has {known}."
 
 
 class SchedulerFailed(FcollError):
     """A function that was given as ``inductor_ext.config.schedule`` raised."""
 
-    template = (
-        "the scheduler {scheduler!r} failed{at}: {error} ({where}). It takes the steps and "
-        "gives their names, each once, in another order."
-    )
+    what = "the scheduler {scheduler!r} failed{at}: {error} ({where})"
+    fix = "It takes the steps and gives their names, each once, in another order."
 
 
 class NotReducible(FcollError):
     """What the Triton kernels on symmetric memory cannot reduce."""
-
-    template = "{why}{at}. {hint}"

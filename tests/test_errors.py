@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fcoll
+import fcoll.local.errors
+import fcoll.sharded.errors
+import inductor_ext.errors
 from fcoll import errors
 from fcoll._torch import work_registry_size
 from fcoll.errors import FcollError
@@ -244,7 +247,7 @@ def test_other_errors_stay():
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, FcollError)]
 
 
-@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not FcollError])
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c not in (FcollError, errors.Reported)])
 def test_class_is_raised_by_a_test(cls):
     raised = {m.error for m in MISTAKES.values()} | OWN_STAGE
     others = [p.read_text() for p in Path(__file__).parent.rglob("*.py") if p.name != "mistakes.py"]
@@ -253,15 +256,52 @@ def test_class_is_raised_by_a_test(cls):
     assert cls in raised or cls.__name__ in NATIVE or elsewhere, f"no test raises {cls.__name__}"
 
 
+#: Facts of a message in which the user's line is.
+LINES = ("{line}", "{now}", "{cause}")
+#: Whose texts have another form than what is wrong, where, how to fix it.
+OTHER_TEXTS = {
+    errors.NotEqual,
+    errors.NotInBatch,
+    errors.PlanMismatch,
+    errors.CheckMismatch,
+    errors.DataDependent,
+    errors.NeedsPeers,
+    errors.RankFailed,
+    errors.ReductionUnfinished,
+    errors.ReadyTwice,
+    errors.GraphChanged,
+    fcoll.sharded.errors.FailedElsewhere,
+    fcoll.sharded.errors.NoSuchLookup,
+    fcoll.sharded.errors.BadInit,
+}
+FOLDERS = (errors, fcoll.local.errors, fcoll.sharded.errors, inductor_ext.errors)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.__name__)
+def test_a_message_says_what_where_and_how_to_fix_it(folder):
+    for cls in vars(folder).values():
+        if isinstance(cls, type) and issubclass(cls, FcollError):
+            where = cls.what if "{at}" in cls.what else cls.what + "{at}"
+            in_order = bool(cls.fix) and cls.template == f"{where}. {cls.fix}"
+            assert in_order or {*cls.__mro__} & OTHER_TEXTS, cls
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_class(cls):
     assert issubclass(cls, AssertionError) and issubclass(cls, ValueError)
-    own_lines = cls.template == "{message}" or "{line}" in cls.template  # fcoll.check's and trace's
+    # fcoll.check's and trace's, and those of backward passes
+    own_lines = cls.template == "{message}" or any(x in cls.template for x in LINES)
     assert "{at}" in cls.template or own_lines
     error = cls("SomeError: what, where and how")
     error.rank = 2
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.rank) == (cls, str(error), 2)
+
+
+def test_facts_that_are_attributes_are_kept_and_pickled():
+    made = errors.ReductionUnfinished(cause="None came.", parameters=("a.weight",), rank=1)
+    for error in (made, pickle.loads(pickle.dumps(made))):
+        assert (error.parameters, error.rank) == (("a.weight",), 1)
 
 
 def test_errors_are_pickled_with_their_message():

@@ -16,7 +16,6 @@ wait (it is called beside the run, which is stuck itself).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from fcoll.graph.issued import Issued, describe
 from fcoll.groups import Group
 from fcoll.lobby import Elsewhere, NotMet
 from fcoll.transport import shared_memory
-from fcoll.transport.handshake import give_up, lobby_of, meeting
+from fcoll.transport.handshake import digest, first_difference, give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
 Call = tuple[Any, str]
@@ -69,7 +68,7 @@ class Compared:
     many lists this rank has begun since the last time (whoever runs one counts it)."""
 
     times: int = 0
-    agreed: set[str] = field(default_factory=set)
+    agreed: set[int] = field(default_factory=set)
     begun: int = 0
 
 
@@ -83,10 +82,8 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
     A rank that does not come is a CollectiveTimeout, one that died a PeerDied, on every rank that
     comes. A fake group, one of one rank and one without a store have nothing to compare."""
     known = compared(g)
-    digest = _digest(calls)
-    if known is None:
-        return
-    if digest in known.agreed:
+    mine = digest(json.dumps([what for what, _ in calls]))
+    if known is None or mine in known.agreed:
         return
     known.times += 1  # also if it fails: all ranks fail, and meet elsewhere if they try again
     begun, known.begun = known.begun, 0
@@ -95,7 +92,7 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
     purpose = f"compare what it is about to issue on the group, which begins with {first}"
     try:
         with meeting(g, _about(known.times), purpose) as exchange:
-            cards = exchange(json.dumps((digest, begun, first)))
+            cards = exchange(json.dumps((mine, begun, first)))
             if len({json.loads(card)[0] for card in cards}) > 1:
                 lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
                 with suppress(NotMet):  # one rank may serve the store: till all have read it
@@ -105,7 +102,7 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
         raise
     if lists:
         _raise_at_the_first_difference(g, lists)
-    known.agreed.add(digest)
+    known.agreed.add(mine)
 
 
 def compared(g: Group) -> Compared | None:
@@ -138,27 +135,21 @@ def _about(times: int) -> str:
     return f"/compare/{times}"
 
 
-def _digest(calls: Sequence[Call]) -> str:
-    return hashlib.sha256(json.dumps([what for what, _ in calls]).encode()).hexdigest()
-
-
 def _raise_at_the_first_difference(g: Group, lists: Sequence[tuple[list[Call], str]]) -> None:
-    longest = max(len(calls) for calls, _ in lists)
-    for i in range(longest):
-        at = [calls[i] if i < len(calls) else None for calls, _ in lists]
-        if all(_fit(at[0], other) for other in at[1:]):
-            continue
-        lines = [f"  {who}: {what}" for who, what in _by_call(g, at)]
-        alike = len({settings for _, settings in lists}) == 1
-        error = PlanMismatch(
-            group=g.label,
-            step=i + 1,
-            lines="\n".join(lines),
-            hint=(_SAME + _COMPILED * bool(lists[0][1])) if alike else _OTHERS,
-        )
-        error.step = i
-        error.ranks = tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x))
-        raise error
+    difference = first_difference([dict(enumerate(calls)) for calls, _ in lists], _fit)
+    if difference is None:
+        return
+    i, at = difference
+    lines = [f"  {who}: {what}" for who, what in _by_call(g, at)]
+    alike = len({settings for _, settings in lists}) == 1
+    raise PlanMismatch(
+        group=g.label,
+        step=i,
+        number=i + 1,
+        ranks=tuple(r for r, x in zip(g.ranks, at, strict=True) if not _fit(at[0], x)),
+        lines="\n".join(lines),
+        hint=(_SAME + _COMPILED * bool(lists[0][1])) if alike else _OTHERS,
+    )
 
 
 _SAME = (

@@ -30,6 +30,7 @@ from fcoll._torch import (
     storage_id,
 )
 from fcoll._torch import FakeWork as FakeWork
+from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
 from fcoll._torch import below_autograd as below_autograd
 from fcoll._torch import default_group as default_group
 from fcoll._torch import is_faking as is_faking
@@ -62,7 +63,6 @@ check_p2p_op = private("torch.distributed.distributed_c10d", "_check_op")
 ConstantIntNode = private("torch.fx.experimental._constant_symnode", "ConstantIntNode")
 correct_aliasing = private("torch.utils._python_dispatch", "return_and_correct_aliasing")
 
-AsyncCollectiveTensor = funcol.AsyncCollectiveTensor
 ScriptObject = torch._C.ScriptObject
 disable_dynamo = private("torch", "_disable_dynamo", instead=lambda fn: fn)
 # Results keep the type that dispatch gave them, and a call costs 3 us less.

@@ -39,10 +39,8 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 def _of_method(op: c10d.Op) -> Callable[..., Any]:
-    at = op.arguments.index("process_group")
-
     def call(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = tensors_in(args[:at])
+        tensors = tensors_in(args[: op.group_at])
         plain = not kwargs and _torch.one_mode() and all(map(_is_plain, tensors))
         named = op.of_method(args) if plain else None
         if named is None:

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fcoll._torch import FakeTensor as FakeTensor
+from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
+from fcoll._torch import no_modes as no_modes
 from fcoll.imports import private, say_what_is_missing
 from fcoll.tracing._torch import replaced
 
 TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
-no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
-FakeTensor = private("torch._subclasses.fake_tensor", "FakeTensor")
-AsyncCollectiveTensor = private(
-    "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
-)
 tree_map = private("torch.utils._pytree", "tree_map")
 tree_leaves = private("torch.utils._pytree", "tree_leaves")
 tree_flatten_with_path = private("torch.utils._pytree", "tree_flatten_with_path")
@@ -32,10 +30,6 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     """torch's own definition of an op by others."""
     table = private("torch._decomp", "decomposition_table")
     return table.get(func)
-
-
-def is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def name_of(func: Any) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcoll.graph._torch import op_is_random
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
@@ -114,7 +115,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if any(x.is_conj() or x.is_neg() for x in floats) and name not in ("_conj", "_neg_view"):
             args, kwargs = self._each_float(args, kwargs, lambda x: resolved(self.algebra, x))
-        if _torch.is_random(func):
+        if op_is_random(func):
             return self._random(func, args, kwargs, floats)
         if namespace in NAMESPACES:
             return func(*args, **kwargs)

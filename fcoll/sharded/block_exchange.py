@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fcoll import functions
+from fcoll.eager.small_messages import is_fake
 from fcoll.groups import Group
-from fcoll.sharded.layout_agreement import is_fake, is_traced
+from fcoll.sharded.layout_agreement import is_traced
 from fcoll.sharded.transfer_plan import BlockTransfer, Box, Plan, are_rows_of
+from fcoll.table.stacks import Linear
 
 
 def all_to_all(packed: Tensor, group: Group, outs: Sequence[int], ins: Sequence[int]) -> Tensor:
@@ -178,33 +180,21 @@ def assemble(flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
     """A tensor of this size of its blocks, which lie one behind the other in ``flat``."""
     if are_rows_of(boxes, Box.whole(size)):
         return flat.view(size)
-    return _Assembled.apply(flat, boxes, size)  # type: ignore[no-any-return]
+    return Linear.apply(flat, _filled, _cut, boxes, size)  # type: ignore[no-any-return]
 
 
-class _Assembled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
-        ctx.boxes, ctx.size = boxes, size
-        whole = flat.new_empty(size)
-        all_of_it = Box.whole(size)
-        for box, part in zip(boxes, flat.split([b.volume for b in boxes]), strict=True):
-            whole[box.within(all_of_it)].copy_(part.view(box.sizes))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Cut.apply(grads[0], ctx.boxes, ctx.size), None, None
+def _filled(flat: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
+    out, whole = flat.new_empty(size), Box.whole(size)
+    for box, part in zip(boxes, flat.split([b.volume for b in boxes]), strict=True):
+        out[box.within(whole)].copy_(part.view(box.sizes))
+    return out
 
 
-class _Cut(torch.autograd.Function):
+def _cut(x: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
     """The blocks of a tensor, one behind the other."""
+    return Linear.apply(x, _pieces, assemble, boxes, size)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
-        ctx.boxes, ctx.size = boxes, size
-        all_of_it = Box.whole(size)
-        return torch.cat([whole[box.within(all_of_it)].reshape(-1) for box in boxes])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Assembled.apply(grads[0], ctx.boxes, ctx.size), None, None
+def _pieces(x: Tensor, boxes: Sequence[Box], size: Sequence[int]) -> Tensor:
+    whole = Box.whole(size)
+    return torch.cat([x[box.within(whole)].reshape(-1) for box in boxes])

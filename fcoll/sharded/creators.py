@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from fcoll.eager.small_messages import gather_objects
 from fcoll.groups import GroupLike, resolve
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
@@ -19,7 +20,6 @@ from fcoll.sharded._torch import (
 )
 from fcoll.sharded.block_exchange import exchange
 from fcoll.sharded.errors import BadLayout, BadShards, CannotReshard, ShardsDiffer
-from fcoll.sharded.layout_agreement import gather_objects
 from fcoll.sharded.local_shards import flat_size, properties_of
 from fcoll.sharded.ops.rules import name_of, rule_of_each
 from fcoll.sharded.sharded_tensor import ShardedTensor
@@ -31,6 +31,7 @@ from fcoll.sharded.specs import (
     shards_here,
 )
 from fcoll.sharded.transfer_plan import Block, Box, Plan
+from fcoll.transport.handshake import first_difference
 
 
 class Options(TypedDict, total=False):
@@ -193,24 +194,24 @@ def shard_tensor(
     True
     """
     g = resolve(process_group)
-    mine = {
+    view = {
         "src_rank": src_rank,
         "sharding_spec": sharding_spec,
         "size": tuple(tensor.shape),
         "dtype": tensor.dtype,
         "contiguous": tensor.is_contiguous(),
     }
-    everyone = gather_objects(mine, g)
+    views = gather_objects(view, g)
     if not tensor.is_contiguous():
         raise BadShards(why="input tensor is not a contiguous Tensor", hint="Use x.contiguous().")
-    for rank, theirs in zip(g.ranks, everyone, strict=True):
-        for name, value in mine.items():
-            if value != theirs[name]:
-                why = (
-                    f"{name}={value} on rank: {g.ranks[g.rank]} does not match with "
-                    f"{name}={theirs[name]} on rank: {rank}"
-                )
-                raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
+    if difference := first_difference(views):
+        name, values = difference
+        other = difference.other_than(g.rank)
+        why = (
+            f"{name}={values[g.rank]} on rank: {g.ranks[g.rank]} does not match with "
+            f"{name}={values[other]} on rank: {g.ranks[other]}"
+        )
+        raise ShardsDiffer(why=why, hint="Pass the same on all ranks.")
     if type(sharding_spec).shard not in _KNOWN:  # a spec of the user's has a way of its own
         return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[return-value]
     return scatter(tensor, sharding_spec, src_rank, process_group)

@@ -9,132 +9,131 @@ from __future__ import annotations
 from fcoll.errors import FcollError
 
 
-class Explained(FcollError):
-    """What is wrong and what to do are said where it is found."""
-
-    template = "{why}{at}. {hint}"
-
-
 class OnOneRank(FcollError):
     """A call whose input is wrong on one rank; ``rank`` is which."""
 
-    template = "{func} on rank {rank}: {why}{at}. {hint}"
+    what = "{func} on rank {rank}: {why}"
 
 
 class BadLayout(FcollError):
     """Shards that do not make up the tensor: ``shards`` are the metadata of those that clash."""
 
-    template = "the shards do not make up the tensor{at}: {why}. {hint}"
+    what = "the shards do not make up the tensor{at}: {why}"
+    kept = ("rank", "shards")
     shards: tuple = ()
 
 
 class BadPlacement(FcollError):
-    template = "a shard has no place{at}: {why}. {hint}"
+    what = "a shard has no place{at}: {why}"
 
 
 class NoSuchWorker(BadPlacement, RuntimeError):
     """Worker names are RPC's, which does not run."""
 
 
-class BadShards(Explained):
+class BadShards(FcollError):
     """Local shards that a tensor cannot be made of; ``rank`` is whose they are."""
 
 
-class ShardsDiffer(Explained, RuntimeError):
+class ShardsDiffer(FcollError, RuntimeError):
     """Ranks that say different things of one sharded tensor."""
 
 
-class CannotReshard(Explained, NotImplementedError):
+class CannotReshard(FcollError, NotImplementedError):
     """A layout that a tensor cannot be cut into, or shards that are not those of the metadata."""
 
 
 class SeveralShards(FcollError, NotImplementedError):
-    template = (
-        "Only single local shard is supported. Number of shards: {count} on rank {rank}{at}. "
-        "Use local_shards(), which has all of them."
-    )
+    what = "Only single local shard is supported. Number of shards: {count} on rank {rank}"
+    fix = "Use local_shards(), which has all of them."
 
 
 class BadGather(FcollError):
-    template = "gather on rank {rank}: {why}{at}. {hint}"
+    what = "gather on rank {rank}: {why}"
 
 
 class BadOpFunction(FcollError, TypeError):
-    template = (
+    what = (
         "Custom sharded op function expects signature: (types, args, kwargs, process_group), but "
-        "received signature: {signature}{at}. Take these four; args and kwargs are the call's."
+        "received signature: {signature}"
     )
+    fix = "Take these four; args and kwargs are the call's."
 
 
 class NoShardedOp(FcollError, RuntimeError):
     # ends as torch's message does
-    template = (
-        "no rule for {func}{at}. {supported} Write one with @fcoll.sharded.sharded_op({func}), or "
-        "compute on st.local_shards() or st.all_gather(). torch function '{name}' with {given} is "
-        "not supported for ShardedTensor!"
+    what = "no rule for {func}"
+    fix = (
+        "{supported} Write one with @fcoll.sharded.sharded_op({func}), or compute on "
+        "st.local_shards() or st.all_gather(). torch function '{name}' with {given} is not "
+        "supported for ShardedTensor!"
     )
 
 
 class GroupsDiffer(FcollError, RuntimeError):
-    template = (
-        "{func}: All distributed tensors should use the same ProcessGroup if used together in an "
-        "op{at}. Make them on one group, or gather one of them."
+    what = (
+        "{func}: All distributed tensors should use the same ProcessGroup if used together in an op"
     )
+    fix = "Make them on one group, or gather one of them."
 
 
 class BadSize(FcollError, TypeError):
-    template = "size has to be a sequence of ints, found: {dims}{at}. Pass the size of the whole."
+    what = "size has to be a sequence of ints, found: {dims}"
+    fix = "Pass the size of the whole."
 
 
 class NotSharded(FcollError, TypeError):
-    template = "{what} is {kind}{at}. Pass {want}."
+    what = "{what} is {kind}"
+    fix = "Pass {want}."
 
 
 class WorldNeeded(FcollError, RuntimeError):
-    template = (
-        'Need to initialize default process group using "init_process_group" before loading '
-        "{what}{at}. Its shards are of one rank: load it on that rank of as many."
+    what = (
+        'Need to initialize default process group using "init_process_group" before loading {what}'
     )
+    fix = "Its shards are of one rank: load it on that rank of as many."
 
 
 class OtherRanks(FcollError, RuntimeError):
-    template = (
-        "{what} at save time was {saved}, but at load time was {now}{at}. A pickle holds the "
-        "shards of one rank: load each on the rank that saved it, or all of them on other ranks "
-        "with fcoll.sharded.load_files. Checkpoints of torch.distributed.checkpoint load on any "
-        "ranks."
+    what = "{what} at save time was {saved}, but at load time was {now}"
+    fix = (
+        "A pickle holds the shards of one rank: load each on the rank that saved it, or all of "
+        "them on other ranks with fcoll.sharded.load_files. Checkpoints of "
+        "torch.distributed.checkpoint load on any ranks."
     )
 
 
 class GroupAlreadySet(FcollError, RuntimeError):
-    template = (
-        'ProcessGroup already set by previous "load_with_process_group" context manager '
-        "(it is {group}){at}. Load for one group after the other."
+    what = (
+        'ProcessGroup already set by previous "load_with_process_group" context manager (it is '
+        "{group})"
     )
+    fix = "Load for one group after the other."
 
 
-class BadMesh(Explained):
+class BadMesh(FcollError):
     """A mesh or placements that a DTensor and a sharded tensor cannot share."""
 
 
-class BadMove(Explained, RuntimeError):
+class BadMove(FcollError, RuntimeError):
     """Wrong arguments of ``to``, ``cpu`` or ``cuda``."""
 
 
 class LayoutsDiffer(FcollError, RuntimeError):
     """Sharded tensors that are not cut the same way, in an op that works shard by shard."""
 
-    template = "{func}: {why}{at}. {hint}"
+    what = "{func}: {why}"
 
 
 class LayoutsDisagree(FcollError, RuntimeError):
     """Ranks that think differently of one sharded tensor: ``rank`` is the odd one. Raised on all
     ranks, before anything was sent."""
 
-    template = (
+    what = (
         "{func}: the ranks do not agree on {name}: it is {value} on rank {rank} and {usual} on "
-        "rank {other}{at}. Make and reshard the tensor with the same size and spec on all ranks."
+        "rank {other}"
     )
+    fix = "Make and reshard the tensor with the same size and spec on all ranks."
 
 
 class FailedElsewhere(FcollError, RuntimeError):
@@ -146,17 +145,16 @@ class FailedElsewhere(FcollError, RuntimeError):
 class CutDim(FcollError, NotImplementedError):
     """An op along a dim that no rank holds from end to end."""
 
-    template = (
-        "{func} along dim {dim} of a tensor of {size}, which is cut along {cut}{at}. Reshard it "
-        "first, as in fcoll.sharded.reshard(st, fcoll.sharded.chunk({other}, n)), or all_gather it."
+    what = "{func} along dim {dim} of a tensor of {size}, which is cut along {cut}"
+    fix = (
+        "Reshard it first, as in fcoll.sharded.reshard(st, fcoll.sharded.chunk({other}, n)), or "
+        "all_gather it."
     )
 
 
 class DimOutOfRange(FcollError, IndexError):
-    template = (
-        "Dimension out of range (expected to be in range of [{low}, {high}], but got {dim}){at}. "
-        "Count dims of the whole tensor."
-    )
+    what = "Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})"
+    fix = "Count dims of the whole tensor."
 
 
 class BadLookup(OnOneRank):
@@ -175,10 +173,8 @@ class BadProduct(OnOneRank):
 
 
 class NotBothSharded(FcollError, TypeError):
-    template = (
-        "Both arguments to torch.{func} need to be of type ShardedTensor, not {kinds}{at}. "
-        "all_gather() the sharded one, or shard the other by fcoll.sharded.shard_tensor."
-    )
+    what = "Both arguments to torch.{func} need to be of type ShardedTensor, not {kinds}"
+    fix = "all_gather() the sharded one, or shard the other by fcoll.sharded.shard_tensor."
 
 
 class BadInit(FcollError):
@@ -186,10 +182,11 @@ class BadInit(FcollError):
 
 
 class NoSuchParameter(FcollError, AttributeError):
-    template = "{module} has no attribute `{name}`{at}. It has {found}."
+    what = "{module} has no attribute `{name}`"
+    fix = "It has {found}."
 
 
-class BadPlan(Explained):
+class BadPlan(FcollError):
     """A sharding plan that does not fit the module; nothing of it was carried out."""
 
 
@@ -205,12 +202,13 @@ class PlanConflict(BadPlan, RuntimeError):
     """A parameter below a module that a sharder takes."""
 
 
-class NoRemoteShards(Explained, RuntimeError):
+class NoRemoteShards(FcollError, RuntimeError):
     """Shards of other ranks that cannot be had."""
 
 
 class RpcRanksDiffer(FcollError):
-    template = (
+    what = (
         "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process "
-        "group rank: {rank} and RPC rank: {worker}{at}. Pass rank={rank} to init_rpc."
+        "group rank: {rank} and RPC rank: {worker}"
     )
+    fix = "Pass rank={rank} to init_rpc."

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcoll.eager.small_messages import gather_objects
 from fcoll.groups import Group, GroupLike, resolve
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import (
@@ -25,7 +26,7 @@ from fcoll.sharded._torch import (
     TensorProperties,
 )
 from fcoll.sharded.errors import BadShards, BadSize, SeveralShards, ShardsDiffer
-from fcoll.sharded.layout_agreement import attempt, gather_objects
+from fcoll.sharded.layout_agreement import attempt
 from fcoll.sharded.specs import (
     Owner,
     as_process_group,
@@ -35,6 +36,7 @@ from fcoll.sharded.specs import (
     owners,
     shards_here,
 )
+from fcoll.transport.handshake import first_difference
 
 STRIDED = "Only torch.strided layout is currently supported"
 CONTIGUOUS = "Only torch.contiguous_format memory_format is currently supported"
@@ -232,9 +234,7 @@ _CONTIGUOUS = "Pass x.contiguous()."
 
 
 def _wrong(rank: int, why: str, hint: str) -> BadShards:
-    error = BadShards(why=why, hint=hint)
-    error.rank = rank
-    return error
+    return BadShards(why=why, hint=hint, rank=rank)
 
 
 def _same_on_rank(rank: int, name: str, one: Any, other: Any) -> None:
@@ -281,23 +281,28 @@ def _of_all(
             why="ShardedTensor have no local shards on all ranks!",
             hint="At least one rank must pass a shard.",
         )
-    first_rank, first = of_rank[0]
-    for rank, other in of_rank[1:]:
-        mine, theirs = first.tensor_properties, other.tensor_properties
-        for name, one, two in (
-            ("global_size", first.size, other.size),
-            ("dtype", mine.dtype, theirs.dtype),
-            ("requires_grad", mine.requires_grad, theirs.requires_grad),
-            ("pin_memory", mine.pin_memory, theirs.pin_memory),
-        ):
-            if one != two:
-                why = (
-                    f"ShardedTensor {name} property does not match from different ranks! Found "
-                    f"{name}={one} on rank:{first_rank}, and {name}={two} on rank:{rank}"
-                )
-                raise _wrong(rank, why, "Make it the same on all ranks.")
+    if difference := first_difference([_view(m) for _, m in of_rank]):
+        name, values = difference
+        (first_rank, _), (rank, _) = of_rank[0], of_rank[other := difference.other_than(0)]
+        why = (
+            f"ShardedTensor {name} property does not match from different ranks! Found "
+            f"{name}={values[0]} on rank:{first_rank}, and {name}={values[other]} on rank:{rank}"
+        )
+        raise _wrong(rank, why, "Make it the same on all ranks.")
+    first = of_rank[0][1]
     shards = [shard for _, m in of_rank for shard in m.shards_metadata]
     return ShardedTensorMetadata(shards, first.size, first.tensor_properties)
+
+
+def _view(metadata: ShardedTensorMetadata) -> dict[str, Any]:
+    """What ranks must agree on of a tensor that they have shards of."""
+    properties = metadata.tensor_properties
+    return {
+        "global_size": metadata.size,
+        "dtype": properties.dtype,
+        "requires_grad": properties.requires_grad,
+        "pin_memory": properties.pin_memory,
+    }
 
 
 def _stacked(shards: Sequence[ShardMetadata], dim: int) -> tuple[list[ShardMetadata], torch.Size]:

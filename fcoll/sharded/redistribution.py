@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import functions
+from fcoll.eager.small_messages import gather_objects
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import Shard, ShardedTensorMetadata, ShardingSpec, ShardMetadata
 from fcoll.sharded.block_exchange import assemble, exchange
@@ -21,7 +22,6 @@ from fcoll.sharded.layout_agreement import (
     View,
     agree_on,
     check_agreement,
-    gather_objects,
     is_traced,
     view_of,
     view_of_layout,

@@ -170,9 +170,7 @@ def check_layout(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
 
 
 def _layout_error(why: str, hint: str, *shards: ShardMetadata) -> BadLayout:
-    error = BadLayout(why=why, hint=hint)
-    error.shards = shards
-    return error
+    return BadLayout(why=why, hint=hint, shards=shards)
 
 
 def _shown(box: Box | None) -> str:

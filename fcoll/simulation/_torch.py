@@ -19,8 +19,10 @@ import torch.distributed.c10d_logger as _logger
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
+from fcoll._torch import Future as Future
 from fcoll._torch import (
     TorchAsyncCollectiveTensor,
+    backward_pass,
     dispatch_modes,
     function_modes_active,
     modes_active,
@@ -28,13 +30,14 @@ from fcoll._torch import (
     work_registry_size,
 )
 from fcoll._torch import at_end_of_backward as after_backward
+from fcoll._torch import completed as completed
+from fcoll._torch import find_group as find_group
 from fcoll._torch import has_no_data as has_no_data
 from fcoll._torch import is_faking as is_faking
 from fcoll.imports import private, say_what_is_missing
 
 __all__ = ["after_backward"]
 
-Future = private("torch._C", "Future")
 tree_map_only = private("torch.utils._pytree", "tree_map_only")
 
 c10d_logger = _logger
@@ -44,7 +47,6 @@ isolate_threads = private("torch._C._distributed_c10d", "_set_thread_isolation_m
 unregister_all_groups = private(c10d.__name__, "_unregister_all_process_groups")
 set_global_rank = private("torch._C._distributed_c10d", "_set_global_rank")
 register_in_world = private(c10d.__name__, "_register_pg_in_world")
-find_group = private(c10d.__name__, "_find_pg_by_ranks_and_tag")
 BackendConfig = c10d.BackendConfig
 DEFAULT_TIMEOUT = c10d.default_pg_timeout
 PYTHON_WORLD = private(c10d.__name__, "_World")
@@ -74,7 +76,7 @@ def forget_seen_warnings() -> None:
 
 def in_backward() -> bool:
     """Does this thread run a backward?"""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def backward_is_over() -> bool:
@@ -90,11 +92,6 @@ def unseen() -> Iterator[None]:
         return
     with no_modes(), torch._C.DisableTorchFunction():
         yield
-
-
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that c10d gets: a functional collective's complete result, not its wrapper."""
-    return x.trigger_wait() if isinstance(x, TorchAsyncCollectiveTensor) else x
 
 
 def forget_work(tensors: Iterable[torch.Tensor]) -> None:

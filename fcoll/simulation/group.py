@@ -320,14 +320,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _chunks(self, op: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         """The n equal parts of a tensor, as views."""
-        whole = _torch.plain(whole)
+        whole = _torch.completed(whole)
         if whole.numel() != part.numel() * self.n or whole.dtype != part.dtype:
             want = f"{self.n} x {part.numel()} elements of {part.dtype}"
             raise BadOutput(op=op, got=f"{whole.numel()} of {whole.dtype}", want=want)
         return list(whole.detach().view(-1).chunk(self.n)) if part.numel() else [part] * self.n
 
     def _split(self, x: Tensor, splits: Any, which: str) -> list[Tensor]:
-        x = _torch.plain(x).detach()
+        x = _torch.completed(x).detach()
         rows = x.shape[0] if x.dim() else 0
         if not splits:
             if rows % self.n:
@@ -372,7 +372,7 @@ for _op in OPS.values():
 
 
 def _plain(tensors: Any) -> list[Tensor]:
-    return [_torch.plain(x) for x in tensors]
+    return [_torch.completed(x) for x in tensors]
 
 
 def _count(op: str, tensors: Sequence[Tensor], want: int) -> None:
@@ -383,4 +383,4 @@ def _count(op: str, tensors: Sequence[Tensor], want: int) -> None:
 
 def _one(op: str, tensors: Any) -> Tensor:
     _count(op, tensors, 1)
-    return _torch.plain(tensors[0])
+    return _torch.completed(tensors[0])

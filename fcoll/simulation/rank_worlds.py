@@ -162,7 +162,7 @@ def _new_group(
     if not ranks:
         _check_place(group_rank, group_size)
         me.world.inits += 1
-    if pg_tag and (existing := _torch.find_group(pg_tag, list(ranks))):
+    if pg_tag and (existing := _torch.find_group(list(ranks), pg_tag)):
         return existing, me.world.pg_map[existing][1]
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None

@@ -6,7 +6,6 @@ import torch
 
 from fcoll.groups import GroupLike, resolve
 from fcoll.symm_mem import kernels
-from fcoll.table import warm
 from fcoll.transport.acceleration import Acceleration
 from fcoll.transport.native import build
 from fcoll.transport.shared_memory import Status, status_of
@@ -43,7 +42,6 @@ def empty_cache() -> None:
     """
     if build.loaded():
         torch.ops.fcoll_native.empty_cache()
-    warm.release()
 
 
 def accelerate_c10d() -> Acceleration:

@@ -1,7 +1,8 @@
 """torch's c10d ops in terms of the table's rows: what torch.distributed's own calls send.
 
-An op's function has the arguments of its schema and gives the message that it sends: a row, the
-row's arguments, and where the results go. Whoever runs, traces or times these ops reads it here.
+An op's function takes those of its schema's arguments that it names, and gives the message that it
+sends: a row, the row's arguments, and where the results go. Whoever runs, traces or times these ops
+reads it here.
 ``process_group`` comes as (name, n) and ``reduce_op`` as a name. Lists of tensors travel flat, one
 behind the other.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fcoll._torch import (
+    c10d_arguments,
     c10d_returns,
     completed_work,
     guard_or_false,
@@ -71,10 +73,16 @@ class Op:
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        return tuple(inspect.signature(self.message).parameters)
+        """The names of all that the op takes."""
+        return c10d_arguments(self.name)
 
     @cached_property
-    def _group_at(self) -> int:
+    def _taken(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.message).parameters)
+
+    @cached_property
+    def group_at(self) -> int:
+        """Where the group stands among them, behind the tensors."""
         return self.arguments.index("process_group")
 
     @cached_property
@@ -90,12 +98,13 @@ class Op:
         known: dict[str, Any] = {"process_group": group(unboxed_group(named["process_group"]))}
         if not isinstance(named.get("reduce_op", ""), str):
             known["reduce_op"] = reduce_op_name(named["reduce_op"])
-        return self.message(**{**named, **known})
+        given = {**named, **known}
+        return self.message(**{name: given[name] for name in self._taken & given.keys()})
 
     def of_method(self, args: Sequence[Any]) -> dict[str, Any] | None:
         """The op's arguments of a call of one of its methods (tensors, more, options), by name but
         the group; None for a form of the method without options."""
-        at = self._group_at
+        at = self.group_at
         tensors, rest = args[:at], list(args[at:])
         options: Any = rest.pop() if rest else None
         if not hasattr(options, "timeout") or len(rest) not in (0, 2):
@@ -165,28 +174,20 @@ def _count(op: str, tensors: Sequence[Any], n: int, whom: str) -> None:
 
 
 @_op("allreduce_", "all_reduce_")
-def allreduce_(
-    tensors: Tensors, process_group: Group, reduce_op: str, sparse_indices: Any = None,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+def allreduce_(tensors: Tensors, process_group: Group, reduce_op: str) -> Message:
     if len(tensors) > 1:
         return allreduce_coalesced_(tensors, process_group, reduce_op)
     return Message("all_reduce_", (tensors[0], reduce_op, process_group[0]), [tensors])
 
 
 @_op("allreduce_coalesced_", "all_reduce_coalesced_")
-def allreduce_coalesced_(
-    tensors: Tensors, process_group: Group, reduce_op: str, async_op: bool = True, timeout: int = -1
-) -> Message:
+def allreduce_coalesced_(tensors: Tensors, process_group: Group, reduce_op: str) -> Message:
     args = list(tensors), reduce_op, process_group[0]
     return Message("all_reduce_coalesced_", args, [[x] for x in tensors])
 
 
 @_op("_allgather_base_", "all_gather_into_tensor_out", "_allgather_base", "all_gather_single")
-def _allgather_base_(
-    output_tensor: Tensor, input_tensor: Tensor, process_group: Group, async_op: bool = True,
-    timeout: int = -1,
-) -> Message:  # fmt: skip
+def _allgather_base_(output_tensor: Tensor, input_tensor: Tensor, process_group: Group) -> Message:
     name, n = process_group
     return Message("all_gather_into_tensor_out", (input_tensor, n, name), [[output_tensor]])
 
@@ -197,7 +198,7 @@ def _allgather_base_(
     *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 )
 def allgather_into_tensor_coalesced_(
-    outputs: Tensors, inputs: Tensors, process_group: Group, async_op: bool = True
+    outputs: Tensors, inputs: Tensors, process_group: Group
 ) -> Message:
     _count("all_gather_coalesced", outputs, len(inputs), "the list of inputs")
     name, n = process_group
@@ -207,9 +208,8 @@ def allgather_into_tensor_coalesced_(
 
 @_op("allgather_", "all_gather_into_tensor")
 def allgather_(
-    output_tensors: Sequence[Tensors], input_tensors: Tensors, process_group: Group,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensors: Sequence[Tensors], input_tensors: Tensors, process_group: Group
+) -> Message:
     name, n = process_group
     outs, x = _one("all_gather", output_tensors), _one("all_gather", input_tensors)
     _count("all_gather", outs, n, "the list of outputs")
@@ -218,9 +218,8 @@ def allgather_(
 
 @_op("allgather_coalesced_", "all_gather_into_tensor_coalesced")
 def allgather_coalesced_(
-    output_lists: Sequence[Tensors], input_list: Tensors, process_group: Group,
-    async_op: bool = True,
-) -> Message:  # fmt: skip
+    output_lists: Sequence[Tensors], input_list: Tensors, process_group: Group
+) -> Message:
     """``output_lists[r]`` are where rank r's tensors go."""
     name, n = process_group
     _count("all_gather_coalesced", output_lists, n, "the list of outputs")
@@ -236,9 +235,8 @@ def allgather_coalesced_(
     *("_reduce_scatter_base", "reduce_scatter_single"),
 )
 def _reduce_scatter_base_(
-    output_tensor: Tensor, input_tensor: Tensor, process_group: Group, reduce_op: str,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensor: Tensor, input_tensor: Tensor, process_group: Group, reduce_op: str
+) -> Message:
     name, n = process_group
     x = input_tensor  # parts are counted in elements
     rows = x if x.dim() and x.shape[0] % n == 0 else x.reshape(-1)
@@ -251,9 +249,8 @@ def _reduce_scatter_base_(
     *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
 )
 def reduce_scatter_tensor_coalesced_(
-    outputs: Tensors, inputs: Tensors, process_group: Group, reduce_op: str,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    outputs: Tensors, inputs: Tensors, process_group: Group, reduce_op: str
+) -> Message:
     _count("reduce_scatter_coalesced", outputs, len(inputs), "the list of inputs")
     name, n = process_group
     outs = [[out] for out in outputs]
@@ -262,9 +259,8 @@ def reduce_scatter_tensor_coalesced_(
 
 @_op("reduce_scatter_", "reduce_scatter_tensor")
 def reduce_scatter_(
-    output_tensors: Tensors, input_tensors: Sequence[Tensors], process_group: Group,
-    reduce_op: str, async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensors: Tensors, input_tensors: Sequence[Tensors], process_group: Group, reduce_op: str
+) -> Message:
     name, n = process_group
     out, parts = _one("reduce_scatter", output_tensors), _one("reduce_scatter", input_tensors)
     _count("reduce_scatter", parts, n, "the list of inputs")
@@ -273,10 +269,7 @@ def reduce_scatter_(
 
 
 @_op("alltoall_", "all_to_all_single")
-def alltoall_(
-    output_tensors: Tensors, input_tensors: Tensors, process_group: Group, async_op: bool = True,
-    timeout: int = -1,
-) -> Message:  # fmt: skip
+def alltoall_(output_tensors: Tensors, input_tensors: Tensors, process_group: Group) -> Message:
     name, n = process_group
     _count("all_to_all", output_tensors, n, "the list of outputs")
     _count("all_to_all", input_tensors, n, "the list of inputs")
@@ -287,7 +280,7 @@ def alltoall_(
 @_op("alltoall_base_", "all_to_all_single", "alltoall_base", "all_to_all_single")
 def alltoall_base_(
     output: Tensor, input: Tensor, process_group: Group, output_split_sizes: Sequence[int],
-    input_split_sizes: Sequence[int], async_op: bool = True, timeout: int = -1,
+    input_split_sizes: Sequence[int],
 ) -> Message:  # fmt: skip
     name, n = process_group
     sides = (output, output_split_sizes), (input, input_split_sizes)
@@ -296,17 +289,8 @@ def alltoall_base_(
 
 
 @_op("barrier", "barrier")
-def barrier(
-    tensor: Tensor, process_group: Group, device_ids: Any = (), async_op: bool = True,
-    timeout: int = -1,
-) -> Message:  # fmt: skip
-    return Message("barrier", (process_group[0],))
-
-
 @_op("monitored_barrier_", "barrier")
-def monitored_barrier_(
-    tensor: Tensor, process_group: Group, device_ids: Any, timeout: int, wait_all_ranks: bool
-) -> Message:
+def barrier(process_group: Group) -> Message:
     return Message("barrier", (process_group[0],))
 
 
@@ -314,28 +298,21 @@ def monitored_barrier_(
 
 
 @_op("broadcast_", "broadcast_")
-def broadcast_(
-    tensors: Tensors, process_group: Group, root_rank: int, root_tensor: int = 0,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+def broadcast_(tensors: Tensors, process_group: Group, root_rank: int) -> Message:
     x = _one("broadcast", tensors)
     return Message("broadcast_", (x, root_rank, process_group[0]), [tensors])
 
 
 @_op("reduce_", "reduce")
-def reduce_(
-    tensors: Tensors, process_group: Group, reduce_op: str, root_rank: int, root_tensor: int = 0,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+def reduce_(tensors: Tensors, process_group: Group, reduce_op: str, root_rank: int) -> Message:
     args = _one("reduce", tensors), reduce_op, root_rank, process_group[0]
     return Message("reduce", args, [tensors], root_rank)
 
 
 @_op("gather_", "gather")
 def gather_(
-    output_tensors: Sequence[Tensors], input_tensors: Tensors, process_group: Group,
-    root_rank: int, async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensors: Sequence[Tensors], input_tensors: Tensors, process_group: Group, root_rank: int
+) -> Message:
     name, n = process_group
     x, outs = _one("gather", input_tensors), output_tensors[0] if output_tensors else ()
     if outs:
@@ -346,9 +323,8 @@ def gather_(
 
 @_op("gather_into_tensor_", "gather", "gather_single")
 def gather_into_tensor_(
-    output_tensor: Tensor, input_tensor: Tensor, process_group: Group, root_rank: int,
-    async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensor: Tensor, input_tensor: Tensor, process_group: Group, root_rank: int
+) -> Message:
     """dist.gather_single, from torch 2.14 on; elsewhere than on the root, the output is empty."""
     name, n = process_group
     outs = [output_tensor] if output_tensor.numel() else []
@@ -357,9 +333,8 @@ def gather_into_tensor_(
 
 @_op("scatter_", "scatter")
 def scatter_(
-    output_tensors: Tensors, input_tensors: Sequence[Tensors], process_group: Group,
-    root_rank: int, async_op: bool = True, timeout: int = -1,
-) -> Message:  # fmt: skip
+    output_tensors: Tensors, input_tensors: Sequence[Tensors], process_group: Group, root_rank: int
+) -> Message:
     name, n = process_group
     out, parts = _one("scatter", output_tensors), input_tensors[0] if input_tensors else ()
     if parts:

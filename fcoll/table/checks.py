@@ -39,9 +39,13 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 
 def check_rank(op: str, arg: str, rank: int, group_name: str) -> None:
-    n = group_size(group_name)
+    check_member(op, arg, rank, group_size(group_name))
+
+
+def check_member(op: str, arg: str, rank: int, n: int) -> int:
     if not 0 <= rank < n:
         fail(RankOutOfGroup, op=op, arg=arg, rank=rank, n=n, last=n - 1)
+    return rank
 
 
 def check_divisible(op: str, x: Tensor, dim: int, group_name: str, remedy: str = "sizes=") -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcoll.groups import by_name, check_device
 from fcoll.table import pieces, stacks, wire
-from fcoll.table.checks import check_gathers, check_rank, check_scatters
+from fcoll.table.checks import check_gathers, check_member, check_rank, check_scatters
 from fcoll.table.layout import concat, contiguous_parts, flat, padded, resized
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
@@ -131,7 +131,7 @@ def _gather_adjoint(grad: Tensor, a: Call) -> Tensor:
 @stacks.moved
 def _stacked_gather(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("gather", args)
-    dst = stacks.check_member("gather", "dst", args["dst"], groups.n)
+    dst = check_member("gather", "dst", args["dst"], groups.n)
     parts = groups.members(stacks.at_least_1d(x_W))
     return groups.only_on(dst, stacks.joined(parts, args.get("dim", 0)))
 
@@ -185,7 +185,7 @@ def _scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
 @stacks.moved
 def _stacked_scatter(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("scatter", args)
-    src = stacks.check_member("scatter", "src", args["src"], groups.n)
+    src = check_member("scatter", "src", args["src"], groups.n)
     return groups.placed(stacks.cut(groups.members(x_W)[src], args.get("dim", 0), groups.n))
 
 
@@ -233,7 +233,7 @@ def _transposed_broadcast(G_W: Tensor, args: stacks.Args, groups: Partition) -> 
 @stacks.moved
 @stacks.linear(_transposed_broadcast)
 def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
-    src = stacks.check_member("broadcast", "src", args["src"], groups.n)
+    src = check_member("broadcast", "src", args["src"], groups.n)
     return stacks.on_all(x_W, src, groups)
 
 

@@ -12,7 +12,7 @@ from fcoll.errors import BadOption, NoGradient, fail
 from fcoll.groups import by_name, check_device, rank_here, size_here
 from fcoll.reductions import REDUCTIONS, check_reduction
 from fcoll.table import pieces, stacks, wire
-from fcoll.table.checks import check_rank, check_scatters
+from fcoll.table.checks import check_member, check_rank, check_scatters
 from fcoll.table.layout import chunks
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
@@ -69,7 +69,8 @@ def _share(G: Tensor, x: Tensor, y: Tensor, a: Call) -> Tensor:
     kind = REDUCTIONS[a.reduce_op].share
     if kind is None:
         why = "bits do not vary smoothly"
-        raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint="")
+        hint = "Call it on x.detach(), or under torch.no_grad()."
+        raise NoGradient(op=f"{a.op} with {a.reduce_op}", why=why, hint=hint)
     rule = _SHARE[kind]
     return each(lambda G, x, y: rule(G, x, y, a), G, x, y)
 
@@ -262,7 +263,7 @@ def _transposed_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Ten
 @stacks.even
 @stacks.linear(_transposed_reduce, when=stacks.sums)
 def _stacked_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
-    dst = stacks.check_member("reduce", "dst", args["dst"], groups.n)
+    dst = check_member("reduce", "dst", args["dst"], groups.n)
     return stacks.on_one(x_W, args["reduce_op"], dst, groups)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fcoll import _torch
-from fcoll.errors import NoStackedRule, RaggedRanks, RankOutOfGroup, fail
+from fcoll.errors import NoStackedRule, RaggedRanks, fail
 from fcoll.reductions import REDUCTIONS, Reduction, accumulator, fold
 from fcoll.table.partition import Partition
 
@@ -83,12 +83,6 @@ def check_even_splits(op: str, args: Args) -> None:
     if len(splits) > 1:
         sizes = f"{list(args['input_split_sizes'])} and {list(args['output_split_sizes'])}"
         fail(RaggedRanks, op=op, why=f"its splits {sizes} differ")
-
-
-def check_member(op: str, arg: str, rank: int, n: int) -> int:
-    if not 0 <= rank < n:
-        fail(RankOutOfGroup, op=op, arg=arg, rank=rank, n=n, last=n - 1)
-    return rank
 
 
 # -- dims: a rank's dim is behind those of W, or of A and S ---
@@ -218,8 +212,10 @@ def reduced(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
     if not _sums_at_once(reduce_op, x_W, groups):
         return folded(reduce_op, groups.members(x_W))
     A, _, S = groups.grid or (len(groups.groups), 0, 1)
-    summed = _Summed.apply if x_W.requires_grad and torch.is_grad_enabled() else _summed
-    return summed(x_W, reduce_op, groups).view(A, S, *x_W.shape[1:])
+    differentiated = x_W.requires_grad and torch.is_grad_enabled()
+    rest = reduce_op, groups
+    total = Linear.apply(x_W, _summed, _to_all, *rest) if differentiated else _summed(x_W, *rest)
+    return total.view(A, S, *x_W.shape[1:])
 
 
 def reduced_on_all(reduce_op: str, x_W: Tensor, groups: Partition) -> Tensor:
@@ -254,18 +250,11 @@ def _summed(x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:
     return total if wide is dtype else total.to(dtype)
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_W: Tensor, reduce_op: str, groups: Partition) -> Tensor:  # type: ignore[override]
-        ctx.reduce_op, ctx.groups = reduce_op, groups
-        with _torch.views_untracked():
-            return _summed(x_W, reduce_op, groups)
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        A, _, S = ctx.groups.grid or (len(ctx.groups.groups), 0, 1)
-        G_W = ctx.groups.spread(G.view(A, S, *G.shape[1:]))
-        return mean_or_sum(G_W, {"reduce_op": ctx.reduce_op}, ctx.groups), None, None
+def _to_all(G: Tensor, reduce_op: str, groups: Partition) -> Tensor:
+    """[groups, ...] -> [W, ...]: the gradient of each part from those of the groups' sums."""
+    A, _, S = groups.grid or (len(groups.groups), 0, 1)
+    G_W = groups.spread(G.view(A, S, *G.shape[1:]))
+    return mean_or_sum(G_W, {"reduce_op": reduce_op}, groups)
 
 
 # -- rules that are linear ---
@@ -286,7 +275,7 @@ def linear(
             differentiated = x_W.requires_grad and torch.is_grad_enabled()
             several = differentiated and len(groups.groups) > 1
             if several and when(args) and _torch.ordinary(x_W):
-                return _Linear.apply(x_W, rule, transposed, args, groups)
+                return Linear.apply(x_W, rule, transposed, args, groups)
             return rule(x_W, args, groups)
 
         return stacked
@@ -294,16 +283,19 @@ def linear(
     return decorate
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_W: Tensor, rule: Rule, transposed: Rule, *rest: Any) -> Tensor:  # type: ignore[override]
-        ctx.shape, ctx.transposed, ctx.rest = x_W.shape, transposed, rest
-        with _torch.views_untracked():  # a result that is a view could not be written to
-            return rule(x_W, *rest)
+class Linear(torch.autograd.Function):
+    """``rule(x, *rest)``, which is linear in x: its gradient is ``transposed(grad, *rest)``."""
 
     @staticmethod
-    def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        return ctx.transposed(grad_W, *ctx.rest).reshape(ctx.shape), None, None, None, None
+    def forward(ctx: Any, x: Tensor, rule: Any, transposed: Any, *rest: Any) -> Tensor:  # type: ignore[override]
+        ctx.shape, ctx.transposed, ctx.rest = x.shape, transposed, rest
+        with _torch.views_untracked():  # a result that is a view could not be written to
+            return rule(x, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        none = (None,) * (2 + len(ctx.rest))
+        return ctx.transposed(grad, *ctx.rest).reshape(ctx.shape), *none
 
 
 def sums(args: Args) -> bool:

@@ -39,9 +39,7 @@ def undecided(line: str, why: str, digest: str | None) -> DataDependent:
     """The error of a decision; ``digest`` says that all ranks take it alike."""
     if digest is not None:
         why += " All ranks share the value: fcoll.check follows both ways."
-    error = DataDependent(line=line, why=why)
-    error.line, error.shared = line, digest
-    return error
+    return DataDependent(line=line, why=why, shared=digest)
 
 
 @dataclass

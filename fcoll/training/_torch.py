@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
+from fcoll._torch import Future as Future
 from fcoll._torch import at_end_of_backward as at_end_of_backward
+from fcoll._torch import backward_pass as backward_pass
+from fcoll._torch import completed as completed
 from fcoll._torch import has_no_data as has_no_data
 from fcoll._torch import is_fake_group as is_fake_group
 from fcoll._torch import modes_active, resolve_process_group, storage_id, work_registry_size
@@ -71,24 +73,11 @@ def scale_(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-Future = torch._C.Future  # what hooks return: torch.futures.Future is a subclass of it
-
-
-def plain(x: Tensor) -> Tensor:
-    """The tensor itself, complete, if it is a collective's result."""
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
-
-
 def note_this_thread() -> None:
     """Have torch keep what is under way for this thread by itself. Before it has, a collective that
     starts in a hook belongs to the thread that made the hook's node, and the wait for it, after the
     backward pass, does not find it."""
     work_registry_size()
-
-
-def backward_pass() -> int:
-    """A number of the backward pass that is running."""
-    return torch._C._current_graph_task_id()
 
 
 def shown_in_profiles(name: str) -> Any:

@@ -31,15 +31,16 @@ class _Averaged(torch.autograd.Function):
         carried = ctx.saved_tensors
         if carried:
             grads = tuple(g + c for g, c in zip(grads, carried, strict=True))
-        return None, None, *_in_one_message(grads, ctx.reduce), *(None for _ in carried)
+        return None, None, *in_one_message(grads, ctx.reduce), *(None for _ in carried)
 
 
-def _in_one_message(grads: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    if len(grads) == 1:
-        return [wait_tensor(reduce(grads[0]))]
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    parts = wait_tensor(reduce(flat)).split([g.numel() for g in grads])
-    return [part.view(g.shape) for part, g in zip(parts, grads, strict=True)]
+def in_one_message(tensors: Sequence[Tensor], send: Reduce) -> list[Tensor]:
+    """What a collective makes of the tensors, sent as one; in their shapes."""
+    if len(tensors) == 1:
+        return [wait_tensor(send(tensors[0]))]
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    parts = wait_tensor(send(flat)).split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def averaged(

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-FINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+MARKED_UNUSED = (
+    "3) Incorrect unused parameter detection. The parameter was not in the graph of the module's "
+    "outputs, and then got a gradient: pass find_unused_parameters=False, or static_graph=True."
+)
 KEEPS_BUCKETS = (
     "fcoll's reducer keeps its buckets from one backward pass to the next: "
     "lazy_bucket_allocation=True saves no memory with it."
@@ -60,21 +63,20 @@ def late(name: str, line: str) -> str:
 
 def unfinished(facts: Facts) -> str:
     """Some parameters had no gradient when the next iteration began."""
-    text = FINISHED
     if facts.raised:
         return (
-            f"{text}It did not, since an exception ended the backward pass at {facts.raised}.\n"
+            f"It did not, since an exception ended the backward pass at {facts.raised}.\n"
             f"{_names(facts)}\n{_indices(facts)}\nTo go on after it, call reset_state() of the "
             "reducer (the module's `reducer`) on all ranks."
         )
     if facts.static_graph:
-        text += (
+        text = (
             "This error indicates that your training graph has changed in this iteration, e.g., "
             "one parameter is used in first iteration, but then got unused in the second "
             "iteration. this is not compatible with static_graph set to True."
         )
         return f"{text}\n{_indices(facts)}\n{_names(facts)}\n{_cause(facts)}"
-    text += (
+    text = (
         "This error indicates that your module has parameters that were not used in producing "
         "loss. "
     )
@@ -125,42 +127,9 @@ def _cause(facts: Facts) -> str:
     return f"Likely cause: {why}."
 
 
-def ready_twice(index: int, name: str, first: str, now: str, marked_unused: bool) -> str:
-    """A parameter's gradient was computed twice in one iteration."""
-    text = (
-        "Expected to mark a variable ready only once. This error is caused by one of the following "
-        "reasons: 1) Use of a module parameter outside the `forward` function. Please make sure "
-        "model parameters are not shared across multiple concurrent forward-backward passes. or "
-        "try to use _set_static_graph() as a workaround if this module graph does not change "
-        "during training loop.2) Reused parameters in multiple reentrant backward passes. For "
-        "example, if you use multiple `checkpoint` functions to wrap the same part of your model, "
-        "it would result in the same set of parameters been used by different reentrant backward "
-        "passes multiple times, and hence marking a variable ready multiple times. You can try to "
-        "use _set_static_graph() as a workaround if your module graph does not change over "
-        "iterations."
-    )
-    if marked_unused:
-        text += (
-            "3) Incorrect unused parameter detection. The parameter was not in the graph of the "
-            "module's outputs, and then got a gradient: pass find_unused_parameters=False, or "
-            "static_graph=True."
-        )
-    return (
-        f"{text}\nParameter at index {index} with name {name} has been marked as ready twice. This "
-        "means that multiple autograd engine  hooks have fired for this particular parameter "
-        f"during this iteration. First at {first}, then at {now}."
-    )
-
-
-def graph_changed(index: int, name: str, expected: int) -> str:
-    """In a static graph a parameter got more gradients than in the first iteration."""
-    then = "was unused" if not expected else f"got {expected} gradient{'s' * (expected > 1)}"
-    return (
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
-        "iteration, but then got used in the second iteration. this is not compatible with "
-        f"static_graph set to True.\nParameter {name} (index {index}) {then} in the first "
-        "iteration and got one more now."
-    )
+def gradients(count: int) -> str:
+    """What a parameter of a static graph got in the first iteration."""
+    return f"got {count} gradient{'s' * (count > 1)}" if count else "was unused"
 
 
 def bucket(index: int, count: int, names: Sequence[str], made_at: str) -> str:

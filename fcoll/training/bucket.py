@@ -241,7 +241,9 @@ class SparseBucket:
         """The gradient itself is what is sent."""
         grad = self.params[0].grad
         if grad is None:
-            raise BadGradient(want="Expected sparse gradient to be defined", got="None", hint="")
+            want = "Expected sparse gradient to be defined"
+            hint = "Use the embedding in the loss, or freeze it: requires_grad=False."
+            raise BadGradient(want=want, got="None", hint=hint)
         if grad.layout is not torch.sparse_coo:
             want = "Expected variable to have sparse gradient"
             raise BadGradient(want=want, got=_kind(grad), hint="Make the embedding sparse=True.")

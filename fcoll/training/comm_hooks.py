@@ -54,7 +54,7 @@ def functional_hook(hook: Callable[[Tensor], Tensor]) -> Hook:
     """A hook from tensor to tensor, as in ``lambda x: fcoll.all_reduce(x, "avg", group)``."""
 
     def run(bucket: GradBucket) -> Any:
-        return done(_torch.plain(hook(bucket.buffer())))
+        return done(_torch.completed(hook(bucket.buffer())))
 
     return run
 

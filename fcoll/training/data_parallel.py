@@ -23,12 +23,11 @@ from fcoll.training.assignment import (
     FIRST_BUCKET_BYTES,
     compute_bucket_assignment_by_size,
 )
-from fcoll.training.averaged import averaged
+from fcoll.training.averaged import averaged, in_one_message
 from fcoll.training.overrides import serving
 from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
 from fcoll.transport.acceleration import Acceleration
-from fcoll.transport.carriers import carrier_of
 
 FunctionalHook = Callable[[Tensor], Tensor]
 
@@ -115,7 +114,6 @@ class DataParallel(DistributedDataParallel):
                 "bucket_cap_mb": bucket_cap_mb,
             }
             number = _verify(module, resolved.pg, compared)
-            _connect(module, resolved)
         if not broadcast_buffers:
             options[_NOT_SYNCED] = False
         with serving(Reducer):
@@ -299,11 +297,9 @@ class DataParallel(DistributedDataParallel):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in by_dtype.values():
-                flat = torch.cat([b.reshape(-1) for b in buffers])
-                whole = wait_tensor(broadcast(flat, 0, self.group_name))
-                parts = whole.split([b.numel() for b in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view(buffer.shape))
+                rank0s = in_one_message(buffers, lambda x: broadcast(x, 0, self.group_name))
+                for buffer, given in zip(buffers, rank0s, strict=True):
+                    buffer.copy_(given)
 
 
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
@@ -339,13 +335,6 @@ def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:
         return tags.UNKNOWN
     names, params = zip(*named, strict=True)
     return verify_params_across_processes(pg, params, names=names, options=options)
-
-
-def _connect(module: nn.Module, group: Group) -> None:
-    """Have the ranks find out whether they share memory: the first buckets are then in it."""
-    first = next((p for p in module.parameters() if p.requires_grad), None)
-    if first is not None and first.device.type == "cpu" and not _torch.has_no_data(first):
-        carrier_of(group, first.device)
 
 
 def _precision(given: Any) -> MixedPrecision:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fcoll.training.assignment import compute_bucket_assignment_by_size
-from fcoll.training.overrides import Theirs, override, override_of
+from fcoll.training.overrides import override, override_class
 from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
 
@@ -191,50 +190,14 @@ def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-# -- torch.distributed's names ---
+# -- torch.distributed's names that take a reducer or a logger ---
 
-
-@override("Logger")
-def _logger(theirs: Theirs) -> Any:
-    return override_of(theirs, Logger, lambda reducer=None: isinstance(reducer, Reducer))
-
-
-@override("_register_comm_hook")
-def _register_comm_hook(theirs: Theirs) -> Callable[..., Any]:
-    def register(reducer: Any, state: Any, comm_hook: Any) -> None:
-        if isinstance(reducer, Reducer):
-            reducer.register_comm_hook(state, comm_hook)
-        else:
-            theirs(reducer, state, comm_hook)
-
-    return register
-
-
-@override("_register_builtin_comm_hook")
-def _register_builtin_comm_hook(theirs: Theirs) -> Callable[..., Any]:
-    def register(reducer: Any, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        if isinstance(reducer, Reducer):
-            reducer.register_builtin_comm_hook(comm_hook_type)
-        else:
-            theirs(reducer, comm_hook_type)
-
-    return register
-
-
-@override("_verify_params_across_processes")
-def _verify(theirs: Theirs) -> Callable[..., Any]:
-    def verify(process_group: Any, params: Any, logger: Any = None) -> None:
-        ours = isinstance(logger, Logger)
-        (verify_params_across_processes if ours else theirs)(process_group, params, logger)
-
-    return verify
-
-
-@override("_compute_bucket_assignment_by_size")
-def _compute(theirs: Theirs) -> Callable[..., Any]:
-    def compute(*args: Any, logger: Any = None, **kwargs: Any) -> Any:
-        if isinstance(logger, Logger):
-            return compute_bucket_assignment_by_size(*args, **kwargs)
-        return theirs(*args, **kwargs) if logger is None else theirs(*args, **kwargs, logger=logger)
-
-    return compute
+override_class("Logger", Logger, lambda reducer=None: isinstance(reducer, Reducer))
+_OURS: dict[str, Callable[..., Any]] = {
+    "_register_comm_hook": Reducer.register_comm_hook,
+    "_register_builtin_comm_hook": Reducer.register_builtin_comm_hook,
+    "_verify_params_across_processes": verify_params_across_processes,
+    "_compute_bucket_assignment_by_size": compute_bucket_assignment_by_size,
+}
+for _name, _ours in _OURS.items():
+    override(_name, _ours, (Reducer, Logger))

@@ -34,20 +34,28 @@ class Override(type):
         return isinstance(instance, (cls.theirs, cls.ours))
 
 
-def override_of(theirs: Any, ours: type, pick: Callable[..., bool]) -> Any:
-    """A class that is one of the two by its arguments."""
+def class_of_both(theirs: Any, ours: type, pick: Callable[..., bool]) -> Any:
+    """A class that makes one of the two by its arguments."""
     facts = {"theirs": theirs, "ours": ours, "pick": staticmethod(pick), "__doc__": theirs.__doc__}
     return Override(theirs.__name__, (), facts)
 
 
-def override(name: str) -> Callable[[Callable[[Theirs], Any]], Callable[[Theirs], Any]]:
-    """Name what takes torch's function and gives the one to put in its place."""
+def override_class(name: str, ours: type, pick: Callable[..., bool]) -> None:
+    """Have torch's class of this name make one of ours where ``pick`` says so of the arguments."""
+    _overrides[name] = lambda theirs: class_of_both(theirs, ours, pick)
 
-    def keep(make: Callable[[Theirs], Any]) -> Callable[[Theirs], Any]:
-        _overrides[name] = make
-        return make
 
-    return keep
+def override(name: str, ours: Theirs, kinds: tuple[type, ...]) -> None:
+    """Have torch's function of this name pass calls with an argument of these kinds to ours."""
+
+    def make(theirs: Theirs) -> Theirs:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = any(isinstance(x, kinds) for x in (*args, *kwargs.values()))
+            return (ours if given else theirs)(*args, **kwargs)
+
+        return call
+
+    _overrides[name] = make
 
 
 def install_overrides() -> None:
@@ -74,7 +82,7 @@ def serving(ours: type) -> Iterator[None]:
     """Inside, on this thread, ``torch.distributed.Reducer(...)`` makes one of ours."""
     if dist.Reducer is not ours and not isinstance(dist.Reducer, Override):
         _torch.replace(
-            "Reducer", lambda theirs: override_of(theirs, ours, lambda *_: _serving.ours)
+            "Reducer", lambda theirs: class_of_both(theirs, ours, lambda *_: _serving.ours)
         )
     before, _serving.ours = _serving.ours, True
     try:

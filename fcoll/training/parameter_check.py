@@ -8,8 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fcoll.eager.small_messages import device_of, gather_numbers, gather_objects
 from fcoll.errors import ParametersDiffer
+from fcoll.groups import resolve
 from fcoll.training import _torch, tags
+from fcoll.transport.handshake import View, digest, first_difference
+
+COUNT = "how many"  # the parameters are, in a view
 
 
 def verify_params_across_processes(
@@ -30,69 +35,47 @@ def verify_params_across_processes(
     """
     if not params or _torch.has_no_data(params[0]):
         return tags.UNKNOWN  # no data, so nothing to compare: all ranks are the same program
-    names = names or [""] * len(params)
-    mine = [(*_card(p), name) for p, name in zip(params, names, strict=False)]
-    given = _exchange(process_group, (dict(options or {}), mine, tags.proposed()))
-    me = process_group.rank()
-    try:
-        _compare_options(me, [theirs for theirs, _, _ in given])
-        _compare(me, [cards for _, cards, _ in given])
-    except ParametersDiffer as error:
+    group = resolve(process_group)
+    view = _view(params, names, options or {})
+    mine = [digest(repr(view)), tags.proposed()]
+    everyone = gather_numbers(group, mine, device_of(group))
+    if len({theirs for theirs, _ in everyone}) > 1:
+        error = _difference(group.rank, gather_objects(view, group), names)
         if logger is not None:
             logger.set_error_and_log(str(error))
-        raise
-    number: int = given[0][-1]
-    return number
+        raise error
+    return everyone[0][1]
 
 
-Card = tuple[list[int], list[int], str, str]  # sizes, strides, dtype, name
+def _view(params: Sequence[Tensor], names: Sequence[str], options: Mapping[str, Any]) -> View:
+    """What ranks must agree on: options by name, then of each parameter what it is."""
+    view: dict[Any, Any] = {**options, COUNT: len(params)}
+    for i, p in enumerate(params):
+        view[i, "sizes"], view[i, "strides"] = list(p.shape), list(p.stride())
+        view[i, "dtype"] = str(p.dtype).removeprefix("torch.")
+        view[i, "name"] = names[i] if names else ""
+    return view
 
 
-def _card(p: Tensor) -> tuple[list[int], list[int], str]:
-    return list(p.shape), list(p.stride()), str(p.dtype).removeprefix("torch.")
-
-
-def _exchange(pg: dist.ProcessGroup, mine: Any) -> list[Any]:
-    """What all ranks have."""
-    found: list[Any] = [None] * pg.size()
-    if pg.size() > 1:
-        dist.all_gather_object(found, mine, group=pg)
-        return found
-    return [mine]
-
-
-def _others(me: int, n: int) -> Sequence[int]:
-    """With whom a rank compares: with rank 0, as torch does; there, with the first that differs."""
-    return range(1, n) if me == 0 else (0,)
-
-
-def _compare_options(me: int, options: list[dict[str, Any]]) -> None:
-    for rank in _others(me, len(options)):
-        for name, here in options[me].items():
-            if here != options[rank][name]:
-                raise ParametersDiffer(
-                    message=f"[{me}]: {name} is {here} in this process, and {options[rank][name]} "
-                    f"in process {rank}"
-                )
-
-
-def _compare(me: int, cards: list[list[Card]]) -> None:
-    mine = cards[me]
-    for rank, theirs in enumerate(cards):
-        if len(theirs) != len(mine):
-            raise ParametersDiffer(
-                message=f"DDP expects same model across all ranks, but Rank {me} has {len(mine)} "
-                f"params, while rank {rank} has inconsistent {len(theirs)} params"
-            )
-    for i, card in enumerate(mine):
-        for rank in _others(me, len(cards)):
-            for what, here, there in zip(_WHAT, card, cards[rank][i], strict=True):
-                if here != there:
-                    name = f" ({card[-1]})" if card[-1] and what != "name" else ""
-                    raise ParametersDiffer(
-                        message=f"[{me}]: params[{i}]{name} in this process with {what} {here} "
-                        f"appears not to match {what} of the same param in process {rank}: {there}"
-                    )
-
-
-_WHAT = ("sizes", "strides", "dtype", "name")
+def _difference(me: int, views: list[View], names: Sequence[str]) -> ParametersDiffer:
+    """In torch's words, as this rank sees it."""
+    difference = first_difference(views)
+    assert difference is not None, "views that are equal have equal digests"
+    name, values = difference
+    other = difference.other_than(me)
+    here, there = values[me], values[other]
+    if name == COUNT:
+        text = (
+            f"DDP expects same model across all ranks, but Rank {me} has {here} params, while "
+            f"rank {other} has inconsistent {there} params"
+        )
+    elif isinstance(name, str):
+        text = f"[{me}]: {name} is {here} in this process, and {there} in process {other}"
+    else:
+        i, what = name
+        shown = f" ({names[i]})" if names and what != "name" else ""
+        text = (
+            f"[{me}]: params[{i}]{shown} in this process with {what} {here} appears not to match "
+            f"{what} of the same param in process {other}: {there}"
+        )
+    return ParametersDiffer(message=text)

@@ -29,6 +29,8 @@ from fcoll.errors import (
     GraphChanged,
     ReadyTwice,
     ReductionUnfinished,
+    ResetElsewhere,
+    StaticGraphTooLate,
 )
 from fcoll.scheduling.buckets import Bucket as PlannedBucket
 from fcoll.source import Frames, part, show, user_sites
@@ -367,13 +369,14 @@ class Reducer(Settings):
 
     def _refuse(self, index: int) -> None:
         """A parameter got a gradient too many."""
+        name = self.names[index]
         if self.static_graph:
-            text = backward_errors.graph_changed(index, self.names[index], self._triggered[index])
-            self._fail(GraphChanged(message=text))
+            then = backward_errors.gradients(self._triggered[index])
+            self._fail(GraphChanged(index=index, name=name, then=then))
         first = self._line(self.arrivals.seen()["ready_in"][index])
-        marked = index in self._unused
-        text = backward_errors.ready_twice(index, self.names[index], first, self._line(-1), marked)
-        self._fail(ReadyTwice(message=text))
+        unused = backward_errors.MARKED_UNUSED if index in self._unused else ""
+        now = self._line(-1)
+        self._fail(ReadyTwice(index=index, name=name, first=first, now=now, unused=unused))
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -510,9 +513,9 @@ class Reducer(Settings):
             len(self._passes),
             self._raised_at(),
         )
-        error = ReductionUnfinished(message=backward_errors.unfinished(facts))
-        error.parameters = tuple(self.names[i] for i in missing)
-        self._fail(error)
+        parameters = tuple(self.names[i] for i in missing)
+        cause = backward_errors.unfinished(facts)
+        self._fail(ReductionUnfinished(cause=cause, parameters=parameters))
 
     def _raised_at(self) -> str:
         """The line of a backward pass that an exception has ended."""
@@ -525,11 +528,7 @@ class Reducer(Settings):
     def set_static_graph(self) -> None:
         """Say that every iteration uses the same parameters, as often."""
         if self.stats.iteration:
-            why = (
-                "set_static_graph() should be called before training loop starts and after "
-                "DistributedDataParallel is constructed"
-            )
-            self._fail(GraphChanged(message=f"{why}."))
+            self._fail(StaticGraphTooLate())
         self.static_graph = True
         self.used = UsedMap(len(self.params), self.params[0].device)
 
@@ -546,8 +545,7 @@ class Reducer(Settings):
         self._reset()
         met = self.group.sum_(torch.ones(3, dtype=torch.int64, device=self.params[0].device)).wait()
         if not _torch.has_no_data(met) and met.tolist() != [self.group.n] * 3:
-            why = "reset_state() met another collective: call it on all ranks, after the same one."
-            self._fail(ReductionUnfinished(message=why))
+            self._fail(ResetElsewhere())
         self.rebuilt = False
         if self.finds_unused:
             self._forget_used()

@@ -1,14 +1,24 @@
-"""The first words between the ranks of a group: who is there, and what each has to say.
+"""What the ranks of a group have to say to one another, and where it differs.
 
-They go through the group's store, so that a rank that does not come is named when the group's
-timeout is over, and one that died sooner. A group without a store is asked to gather them.
+The first words, who is there, go through the group's store, so that a rank that does not come is
+named when the group's timeout is over, and one that died sooner. A group without a store is asked
+to gather them. Later ones go by collectives (eager/small_messages.py).
+
+What must agree of a call is named by its row and travels with the call, at no message's cost. Of
+all else, what a graph issues, a sharded tensor's layout, a model's parameters, it is a view:
+properties by name. Its digest is told first, and the view only where digests differ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +28,8 @@ from fcoll.errors import from_lobby
 from fcoll.groups import Group
 from fcoll.lobby import Absent, Lobby, NotMet, Process, processes_of
 from fcoll.transport import process_group
+
+View = Mapping[Any, Any]  # what a rank knows: a property's name -> its value, plain data
 
 #: Gives every rank's text for this rank's
 Exchange = Callable[[str], list[str]]
@@ -110,3 +122,44 @@ def _gathered(text: str, g: Group) -> list[str]:
     work.wait()  # type: ignore[union-attr]
     rows = everyone.view(g.n, TEXT_BYTES)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+# -- where it differs ---
+
+
+def digest(text: str) -> int:
+    """A number, at least 1, that is another one where the text is."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) + 1
+
+
+class Difference(NamedTuple):
+    """A property on which ranks do not agree, and its value on each; None where it has none."""
+
+    name: Any
+    values: list[Any]
+
+    def other_than(self, rank: int) -> int:
+        """The first rank that has another value than this one."""
+        return next(r for r, value in enumerate(self.values) if value != self.values[rank])
+
+    def odd(self) -> tuple[int, int]:
+        """The first rank that has another value than most, and one of those."""
+        usual = self.values.index(Counter(self.values).most_common(1)[0][0])
+        return self.other_than(usual), usual
+
+
+def first_difference(
+    views: Sequence[View], same: Callable[[Any, Any], bool] = operator.eq
+) -> Difference | None:
+    """The first property that is not the same in the views of all ranks.
+
+    >>> from fcoll.transport.handshake import first_difference
+    >>> first_difference([{"size": 3}, {"size": 3, "dtype": "int64"}])
+    Difference(name='dtype', values=[None, 'int64'])
+    """
+    names: dict[Hashable, None] = dict.fromkeys(chain.from_iterable(views))
+    for name in names:
+        values = [view.get(name) for view in views]
+        if not all(same(values[0], value) for value in values):
+            return Difference(name, values)
+    return None

@@ -15,8 +15,8 @@ from typing import Any
 
 import sympy
 import torch
-import torch.distributed as dist
 
+from fcoll.eager.small_messages import gather_objects
 from fcoll.groups import Group, GroupLike, by_name, resolve
 from inductor_ext._torch import V, ir, realize_in_symmetric_memory, symmetric_empty
 from inductor_ext.choice import Choice, choice_of, set_choice
@@ -82,9 +82,8 @@ def _fails(g: Group, device: torch.device) -> str:
 
 def _agreed(g: Group, why: str) -> str:
     """The first reason that a rank has; empty if none has any."""
-    all_ranks: list[Any] = [None] * g.n
-    dist.all_gather_object(all_ranks, why, group=g.pg)
-    return next((f"rank {r}: {reason}" for r, reason in enumerate(all_ranks) if reason), "")
+    reasons = enumerate(gather_objects(why, g))
+    return next((f"rank {r}: {reason}" for r, reason in reasons if reason), "")
 
 
 # -- lowering ---

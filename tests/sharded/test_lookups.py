@@ -182,6 +182,7 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all_and_the_next_call_works():
         with pytest.raises(BadLookup, match="on rank 2: Index out of range in Input") as raised:
             F.embedding(torch.tensor([0, 5 if rank == 2 else 4]), table)
         assert ("the table has 5 rows" in str(raised.value)) == (rank == 2)
+        assert raised.value.rank == 2
         with pytest.raises(BadLookup, match="on rank 1") as raised:
             F.embedding(torch.tensor([0], dtype=(torch.long, torch.float)[rank == 1]), table)
         assert ("an integer dtype, got torch.float32" in str(raised.value)) == (rank == 1)

@@ -22,6 +22,8 @@ from fcoll.errors import (
     ParametersDiffer,
     ReadyTwice,
     ReductionUnfinished,
+    ResetElsewhere,
+    StaticGraphTooLate,
 )
 from fcoll.training.arrivals import Arrivals
 from fcoll.training.assignment import compute_bucket_assignment_by_size
@@ -149,7 +151,7 @@ def test_a_static_graph_that_changes_says_how(solo):
     assert model.b.weight.grad is None  # nobody used it
     with pytest.raises(GraphChanged, match=r"Parameter b.\w+ .* was unused in the first iteration"):
         iterate(reducer, lambda: model(X))
-    with pytest.raises(GraphChanged, match="before training loop starts"):
+    with pytest.raises(StaticGraphTooLate, match="before training loop starts"):
         reducer.set_static_graph()
 
 
@@ -297,6 +299,18 @@ def verify(rank: int, kind: str) -> str:
     return str(raised.value)
 
 
+def reset_on_one_rank(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(ResetElsewhere, match="Call it on all ranks"):
+            reducer_of(Branch()).reset_state()
+    else:
+        fcoll.all_reduce(torch.full((3,), 2)).tolist()
+
+
+def test_a_reset_that_meets_another_collective():
+    fcoll.simulate_ranks(reset_on_one_rank, 2)
+
+
 def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
     for rank, text in enumerate(ranks2.run(verify, "count")):
         assert f"Rank {rank} has {2 - rank} params, while rank {1 - rank} has" in text
@@ -304,6 +318,19 @@ def test_parameters_that_differ_are_named_on_all_ranks(ranks2):
         for rank, text in enumerate(ranks2.run(verify, kind)):
             assert f"[{rank}]: params[1] (b.weight) in this process with {kind}" in text
             assert f"appears not to match {kind} of the same param in process {1 - rank}" in text
+
+
+def verify_on_three(rank: int) -> str:
+    with pytest.raises(ParametersDiffer) as raised:
+        verify_params_across_processes(dist.group.WORLD, [torch.ones(2, 3 + rank // 2)])
+    return str(raised.value)
+
+
+def test_ranks_that_agree_are_told_of_one_that_differs():
+    for rank, text in enumerate(fcoll.simulate_ranks(verify_on_three, 3)):
+        other = 0 if rank == 2 else 2
+        assert f"[{rank}]: params[0] in this process with sizes" in text
+        assert f"in process {other}: " in text
 
 
 # -- gradients that become ready in another order on each rank ---

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fcoll
+from fcoll.table import partition
 
 LARGE = (8 << 20) // 4  # floats: 8 MiB
 kept = torch.ops.fcoll_native
@@ -103,3 +104,41 @@ def in_a_block(rank: int, op: str) -> bool:
     if op == "broadcast" and rank == 1:
         return True  # the root's is a copy of its argument
     return y.data_ptr() % (2 << 20) == 0
+
+
+# -- of stacked ranks ---
+
+
+def all_to_all(x: torch.Tensor) -> torch.Tensor:
+    return fcoll.all_to_all_single(x)
+
+
+def of_stacked_ranks(rank: int) -> dict[str, bool]:
+    """40 MiB: the copy of what the ranks exchanged, and its gradient's."""
+    fcoll.symm_mem.empty_cache()
+    x_W = torch.arange(10.0 * (1 << 20)).view(8, 8, -1)
+    exchange = fcoll.simulate(all_to_all, mesh_shape={"all": 8})
+    first = exchange(x_W)
+    at = first.data_ptr()
+    found = {"values": torch.equal(first, x_W.transpose(0, 1)), "in a block": at % (2 << 20) == 0}
+    del first
+    gc.collect()
+    found["it is kept"] = kept.warm_bytes() == x_W.nbytes
+    found["and used again"] = exchange(x_W + 1).data_ptr() == at
+    exchange(x_W.requires_grad_()).sum().backward()
+    found["gradient"] = torch.equal(x_W.grad, torch.ones_like(x_W))
+    small = exchange(x_W[:, :, :1024].detach())
+    found["small ones are torch's"] = small.data_ptr() % (2 << 20) != 0
+    return found
+
+
+def test_large_results_of_stacked_ranks_are_in_blocks(shared2):
+    for found in shared2.run(of_stacked_ranks):
+        assert all(found.values()), found
+
+
+def test_without_the_library_they_are_in_fresh_memory(monkeypatch):
+    monkeypatch.setattr(partition.build, "load_if_compiled", lambda: False)
+    x = torch.arange(10 << 20).view(8, -1).t()
+    y = partition._contiguous(x)
+    assert y.is_contiguous() and torch.equal(x, y) and y.data_ptr() % (2 << 20)

@@ -247,3 +247,8 @@ def load() -> str:
 def loaded() -> bool:
     """Is the library in this process? It is from the first collective on CPU tensors on."""
     return _loaded
+
+
+def load_if_compiled() -> bool:
+    """Load the library unless it would have to be compiled first. Is it in this process?"""
+    return _loaded or (library_path().exists() and not load())

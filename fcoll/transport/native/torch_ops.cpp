@@ -373,6 +373,9 @@ std::vector<double> loop(const std::string& kind, const Tensor& in, const Tensor
   return us;
 }
 
+// x.contiguous() of a tensor that is not, in a warm block if it is large.
+Tensor contiguous(const Tensor& x) { return served::empty(x, x.sizes()).copy_(x); }
+
 int64_t warm_bytes() { return fcoll::warm_blocks().kept_bytes(); }
 void empty_cache() { fcoll::warm_blocks().release(); }
 
@@ -405,6 +408,7 @@ TORCH_LIBRARY(fcoll_native, m) {
         " Tensor signature) -> ()", &exchange_);
   m.def("broadcast_(Tensor(a!) buf, int src, int handle, Tensor signature) -> ()", &broadcast_);
   m.def("accelerate(bool on) -> ()", &accelerate);
+  m.def("contiguous(Tensor input) -> Tensor", &contiguous);
   m.def("warm_bytes() -> int", &warm_bytes);
   m.def("empty_cache() -> ()", &empty_cache);
   m.def("loop(str kind, Tensor input, Tensor(a!) out, int rounds, int handle) -> float[]", &loop);
