@@ -33,6 +33,10 @@ ROUTES: dict[str, Route] = {
     "scatter": lambda to, n, k, root: [((root, to),)],
 }
 
+#: Where a rank gives a piece to each rank, and where it gets one from each.
+GIVEN_TO_EACH = ("reduce_scatter", "scatter", "all_to_all")
+GOT_FROM_EACH = ("all_gather", "gather", "all_to_all")
+
 
 def _from_all(n: int, i: int) -> Sources:
     return tuple((r, i) for r in range(n))
