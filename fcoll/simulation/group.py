@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fcoll.errors import (
     GroupDestroyed,
+    MismatchedLists,
     NotInGroup,
     NoValues,
     RankOutOfGroup,
@@ -30,7 +31,6 @@ from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import user_sites
 from fcoll.table.c10d import OPS, Op, one
-from fcoll.table.pieces import GIVEN_TO_EACH, GOT_FROM_EACH
 from fcoll.transport.protocol import Then
 
 # what the ranks of a group to be wait for one another in
@@ -193,13 +193,13 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def collective(self, op: Op, args: Sequence[Any]) -> SimulatedWork:
         """Start the collective that a method of ``op`` is called for."""
-        named, given_op = op.of_method([_plain(x) for x in args])
+        named, given_op = op.of_method(args)
         message = op.message(**named, process_group=(self.channel.name, self.n))
-        ins, outs = op.pieces(message, self.n)
+        ins, outs = (list(map(_torch.plain, xs)) for xs in op.pieces(message, self.n))
         root, reduce_op = named.get("root_rank", -1), named.get("reduce_op", "")
-        cut = op.route in GIVEN_TO_EACH or op.route in GOT_FROM_EACH
-        alike = not cut or len(message.ins) > 1 or "coalesced" in op.name
-        facts = sizes(message.sent) if alike else dtypes(message.sent)
+        if message.missing and root == self.me:
+            raise MismatchedLists(op=op.called, why=f"{message.missing} is empty", hint="Give it.")
+        facts = sizes(message.sent) if op.alike else dtypes(message.sent)
         if root != -1:
             facts = f"{'from' if message.root is None else 'to'} rank {root}", *facts
         if reduce_op:

@@ -101,6 +101,14 @@ class Op:
     methods: tuple[str, ...]
 
     @cached_property
+    def reduces(self) -> bool:
+        return "reduce_op" in self.arguments
+
+    @cached_property
+    def has_root(self) -> bool:
+        return "root_rank" in self.arguments
+
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         return tuple(inspect.signature(self.message).parameters)
 
@@ -115,6 +123,11 @@ class Op:
         """As people know it, in messages."""
         several = "_coalesced" if "coalesced" in self.name else ""
         return f"{self.route}{several}" if self.route else self.name.removesuffix("_")
+
+    @cached_property
+    def alike(self) -> bool:
+        """Must all ranks send as much? Where each has parts of its own, they need not."""
+        return "coalesced" in self.name or self.route not in (*GIVEN_TO_EACH, *GOT_FROM_EACH)
 
     @cached_property
     def group_at(self) -> int:
@@ -153,17 +166,18 @@ class Op:
         reduce_op, root = dist.ReduceOp.SUM, 0
         splits = ["input_split_sizes", "output_split_sizes"]
         for x in args[at:]:
-            if hasattr(x, "timeout"):
-                reduce_op, root = getattr(x, "reduceOp", reduce_op), getattr(x, "rootRank", root)
-            elif isinstance(x, (list, tuple)):
+            if isinstance(x, (list, tuple)):
                 named[splits.pop()] = x
-            elif isinstance(x, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-                reduce_op = x
             elif isinstance(x, int):
                 root = x
-        if "reduce_op" in self.arguments:
+            elif isinstance(x, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+                reduce_op = x
+            else:  # c10d's options, or a timeout
+                reduce_op = getattr(x, "reduceOp", reduce_op) if self.reduces else reduce_op
+                root = getattr(x, "rootRank", root) if self.has_root else root
+        if self.reduces:
             named["reduce_op"] = parse(self.called, reduce_op)
-        if "root_rank" in self.arguments:
+        if self.has_root:
             named["root_rank"] = root
         return named, reduce_op
 
@@ -171,13 +185,16 @@ class Op:
         """What a rank of n gives and gets: the tensors of the call, or views of them where one is
         that of all ranks."""
         ins, outs = message.ins, message.outs
+        if message.lists:
+            return list(ins[0]), list(outs[0])
         if self.route == "all_to_all":
-            out_splits, in_splits, _ = message.more
-            return _split(ins[0], in_splits, "input"), _split(outs[0], out_splits, "output")
+            ((x,),), ((out,),), (out_splits, in_splits, _) = ins, outs, message.more
+            return _split(x, in_splits, "input"), _split(out, out_splits, "output")
         if self.route in GIVEN_TO_EACH:
-            ins = [_cut(self.called, x, y[0], n) for x, y in zip(ins, outs, strict=True)]
-        elif self.route in GOT_FROM_EACH:
-            outs = [_cut(self.called, y, x[0], n) for x, y in zip(ins, outs, strict=True)]
+            ins = [_cut(self.called, x, out, n) for (x,), (out,) in zip(ins, outs, strict=True)]
+        elif self.route in GOT_FROM_EACH and any(outs):
+            each = zip(ins, outs, strict=True)
+            outs = [y if len(y) == n else _cut(self.called, y[0], x, n) for (x,), y in each]
         return [x for xs in ins for x in xs], [y for ys in outs for y in ys]
 
     def returned(self, args: Sequence[Any]) -> Any:
@@ -233,11 +250,9 @@ def _nested(x: Any, depth: int) -> Any:
     return [x] if depth == 2 and len(x) and isinstance(x[0], Tensor) else x
 
 
-def _cut(op: str, tensors: Tensors, part: Tensor, n: int) -> Tensors:
-    """One for each of n ranks, each as large as ``part``: they are there, or one is all of them."""
-    if len(tensors) != 1:
-        return tensors
-    whole = tensors[0].detach()
+def _cut(op: str, whole: Tensor, part: Tensor, n: int) -> Tensors:
+    """A tensor for each rank, as large as ``part``, of that of all."""
+    whole = whole.detach()
     if whole.numel() != part.numel() * n or whole.dtype != part.dtype:
         want = f"{n} x {part.numel()} elements of {part.dtype}"
         raise BadOutput(op=op, got=f"{whole.numel()} of {whole.dtype}", want=want)
@@ -246,17 +261,14 @@ def _cut(op: str, tensors: Tensors, part: Tensor, n: int) -> Tensors:
     return (whole if whole.shape[0] % n == 0 else whole.view(-1)).chunk(n)
 
 
-def _split(tensors: Tensors, splits: Sequence[int], which: str) -> list[Tensor]:
-    """A tensor for each rank of an exchange: they are there, or rows of one."""
-    if len(tensors) != 1:
-        return list(tensors)
-    x = tensors[0].detach()
+def _split(x: Tensor, splits: Sequence[int], which: str) -> list[Tensor]:
+    """A tensor for each rank of an exchange, of the rows of one."""
     rows = x.shape[0] if x.dim() else 0
     if sum(splits) != rows:
         why = f"the {which} splits {list(splits)} do not add up to its {rows} rows"
         hint = "Give split sizes that do, one for each rank."
         raise MismatchedLists(op="all_to_all_single", why=why, hint=hint)
-    return list(x.split(list(splits)))
+    return list(x.detach().split(list(splits)))
 
 
 def _count(op: str, tensors: Sequence[Any], n: int, whom: str) -> None:

@@ -413,6 +413,8 @@ def test_a_rank_outside_the_group_is_an_error_at_once(call: Any) -> None:
         (lambda x: dist.all_to_all([x], [x]), "there are 1 tensors, and .* needs 3"),
         (lambda x: dist.all_to_all_single(x, x), r"splits \[1, 1, 1\] do not add up to its 4 rows"),
         (lambda x: dist.all_to_all_single(x, x, [4, 0, 0], [1, 1, 1]), "the input splits"),
+        (lambda x: dist.group.WORLD.scatter([x], [], dist.get_rank()), "scatter_list is empty"),
+        (lambda x: dist.group.WORLD.gather([], [x], dist.get_rank()), "gather_list is empty"),
     ],
 )
 def test_tensors_that_do_not_fit_are_an_error_at_once(call: Any, why: str) -> None:
