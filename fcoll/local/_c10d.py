@@ -1,6 +1,6 @@
 """Messages between ranks of LocalTensors, which the threads of a LocalRunnerMode exchange.
 
-Served as ``torch.distributed._local_tensor._c10d``; collectives are in ``row_calls.py``.
+Served as ``torch.distributed._local_tensor._c10d``; collectives are in ``collective_calls.py``.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fcoll.local import _c10d, _torch, premul, rank_groups
-from fcoll.local.ints import is_local_int
-from fcoll.local.local_tensor import LocalTensor
-from fcoll.local.row_calls import (
+from fcoll.local.collective_calls import (
     Calling,
     Result,
     arguments_of,
@@ -28,6 +26,8 @@ from fcoll.local.row_calls import (
     with_size,
     write,
 )
+from fcoll.local.ints import is_local_int
+from fcoll.local.local_tensor import LocalTensor
 from fcoll.reductions import PREMUL_SUM
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES, functional_row

@@ -22,9 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fcoll._torch import op_name
 from fcoll.errors import MismatchedLists, RaggedRanks, UnevenShard
-from fcoll.local import _c10d, _torch, premul, rank_groups, rows
+from fcoll.local import _c10d, _torch, premul, rank_groups, rank_stacks
 from fcoll.local.local_tensor import LocalTensor, apart, local, stacked
-from fcoll.local.over_ranks import on_rank
+from fcoll.local.op_by_rank import on_rank
 from fcoll.reductions import PREMUL_SUM, parse
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES, functional_row, row_of, single_row
@@ -47,7 +47,7 @@ class Result:
         if self.parts is not None:
             return self.parts.items()
         assert self.stack is not None
-        return zip(self.ranks, rows.unbound(self.stack), strict=True)
+        return zip(self.ranks, rank_stacks.unbound(self.stack), strict=True)
 
 
 @dataclass(frozen=True)
