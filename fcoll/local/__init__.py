@@ -8,14 +8,14 @@ or serve it in torch's place: ``sys.modules["torch.distributed._local_tensor"] =
 
 # ruff: noqa: F401  private names that torch's module has as well
 from fcoll.local import _c10d
-from fcoll.local.ints import LocalIntNode
-from fcoll.local.local_tensor import LocalTensor
-from fcoll.local.mode import LocalTensorMode
-from fcoll.local.modes import (
+from fcoll.local.active_mode import (
     enabled_local_tensor_mode,
     get_local_tensor_mode_list,
     local_tensor_mode,
 )
+from fcoll.local.ints import LocalIntNode
+from fcoll.local.local_tensor import LocalTensor
+from fcoll.local.mode import LocalTensorMode
 from fcoll.local.per_rank import (
     _for_each_rank_run_func,
     maybe_disable_local_tensor_mode,
@@ -25,13 +25,13 @@ from fcoll.local.per_rank import (
     tensor_map,
 )
 from fcoll.local.rng import get_generator_seed_for_device_type
-from fcoll.local.runner import LocalRunnerMode
-from fcoll.local.tracker import (
+from fcoll.local.rng_tracker import (
     _LocalDeviceHandle,
     _LocalOffsetBasedRNGTracker,
     _LocalPhiloxState,
     maybe_enable_local_tracker,
 )
+from fcoll.local.runner import LocalRunnerMode
 
 __all__ = [
     "LocalIntNode",

@@ -1,6 +1,6 @@
 """Messages between ranks of LocalTensors, which the threads of a LocalRunnerMode exchange.
 
-Served as ``torch.distributed._local_tensor._c10d``; collectives are in ``row_calls.py``.
+Served as ``torch.distributed._local_tensor._c10d``; collectives are in ``collective_calls.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.errors import NotInGroup
+from fcoll.errors import NotInGroup, fail
 from fcoll.local import _torch, rank_groups, runner
 from fcoll.local.errors import BadRunner
 from fcoll.local.ints import LocalIntNode
@@ -28,9 +28,23 @@ def _peer(group: Any, rank: int, peer: int) -> int:
     raise NotInGroup(rank=rank, ranks=group)
 
 
+def refuse(call: str) -> None:
+    """All ranks would make it at once, and a message has one rank that sends and one that gets."""
+    what = f"{call} of a LocalTensor has another peer on each rank"
+    hint = "Pass both to local_p2p_op, or use fcoll.permute, which all ranks call."
+    fail(BadRunner, what=what, hint=hint)
+
+
+def _own_rank(call: str, x: LocalTensor) -> int:
+    """That of the rank whose message it is."""
+    if not hasattr(x, "__src_rank__"):
+        refuse(call)
+    return int(x.__src_rank__)
+
+
 def send(tensor: Any, dst: int, tag: int, group: Any) -> None:
     x = local(tensor)
-    source = int(x.__src_rank__)
+    source = _own_rank("send", x)
     runner.LocalRunnerMode.current()._signal_send(
         source, _peer(group, source, dst), x._tensors()[source].clone(), tag
     )
@@ -39,7 +53,7 @@ def send(tensor: Any, dst: int, tag: int, group: Any) -> None:
 def receiving(tensor: Any, src: int, tag: int, group: Any) -> Callable[[], None]:
     """What waits for a message (from anybody, if ``src`` is -1) and writes it to the tensor."""
     x = local(tensor)
-    here = int(x.__src_rank__)
+    here = _own_rank("recv", x)
     source = src if src == -1 else _peer(group, here, src)
 
     def store(obj: Any) -> None:

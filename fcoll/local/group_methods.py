@@ -13,39 +13,48 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.local import _torch, premul, rank_groups
-from fcoll.local.local_tensor import LocalTensor
-from fcoll.local.row_calls import (
-    PIECES,
+from fcoll.local import _c10d, _torch, premul, rank_groups
+from fcoll.local.collective_calls import (
     Calling,
     Result,
     arguments_of,
     calling,
     carry_out,
     check_divisible,
+    ragged,
     tensors_in,
     with_size,
     write,
 )
+from fcoll.local.ints import is_local_int
+from fcoll.local.local_tensor import LocalTensor
 from fcoll.reductions import PREMUL_SUM
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES, functional_row
 
 
 def methods() -> dict[str, Callable[..., Any]]:
-    """Those of ProcessGroup that call collectives, for ``patches.where``."""
-    collectives = [op for op in c10d.OPS.values() if not COLLECTIVES[op.row].is_p2p]
-    return {name: _of_method(op) for op in collectives for name in op.methods}
+    """Those of ProcessGroup that send something, for ``patches.where``."""
+    collectives = {n: _of_method(op) for op in c10d.OPS.values() if op.route for n in op.methods}
+    return {**collectives, "send": _message, "recv": _message}
+
+
+def _message(
+    original: Callable[..., Any], group: Any, tensors: Any, peer: Any, tag: int = 0
+) -> Any:
+    """To or from one peer; of an int of each rank, C++ would say that it is no int."""
+    if is_local_int(peer):
+        _c10d.refuse(original.__name__)
+    return original(group, tensors, peer, tag)
 
 
 def _of_method(op: c10d.Op) -> Callable[..., Any]:
     def call(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in(args[: op.group_at])
-        plain = not kwargs and _torch.one_mode() and all(map(_is_plain, tensors))
-        named = op.of_method(args) if plain else None
-        if named is None:
+        if kwargs or not _torch.one_mode() or not all(map(_is_plain, tensors)):
             with premul.noted(args):
                 return original(group, *args, **kwargs)
+        named, _ = op.of_method(args)
         with _torch.below_the_mode():
             plan = _planned(op, named, tensors, group) if len(tensors) <= 2 else None
             if plan is not None:
@@ -85,7 +94,8 @@ _plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan | None]] = weakref.WeakKey
 def _planned(op: c10d.Op, named: dict[str, Any], tensors: list[Any], group: Any) -> Plan | None:
     """Kept: of a call with other arguments that look the same; None if it takes more than one rule
     on a stack of all ranks."""
-    others = tuple(v for k, v in named.items() if not isinstance(v, (Tensor, list)))
+    more = list(named.values())[op.group_at :]
+    others = tuple(tuple(v) if isinstance(v, list) else v for v in more)
     key = op.name, others, *((x.shape, x.dtype, x._order) for x in tensors)
     kept = _plans.setdefault(group, {})
     plan = kept.get(key, _UNKNOWN)
@@ -95,17 +105,16 @@ def _planned(op: c10d.Op, named: dict[str, Any], tensors: list[Any], group: Any)
 
 
 def _plan(op: c10d.Op, named: dict[str, Any], tensors: list[Any]) -> Plan | None:
-    if op.name in PIECES or op.name == "alltoall_base_":
-        return None
     message, group = op.read(named, with_size), named["process_group"]
-    at = {id(x): i for i, x in enumerate(tensors)}
-    x: Any = message.args[0] if message.args else None
     row = functional_row(COLLECTIVES[message.row])
-    outs = [out for some in message.outs for out in some]
-    if len(outs) != 1 or message.root is not None or row.on_lists or id(x) not in at:
+    if message.lists or message.root is not None or row.on_lists or row.stacked is None:
         return None
+    ((x,),), ((out,),) = message.ins, message.outs
+    at = {id(t): i for i, t in enumerate(tensors)}
     args, who = arguments_of(row, message.args, {})[2], calling(group, x._order)
-    if args.get("reduce_op") == PREMUL_SUM or who.ranks != x._order or row.stacked is None:
+    if args.get("reduce_op") == PREMUL_SUM or who.ranks != x._order or id(x) not in at:
+        return None
+    if ragged(args):
         return None
     check_divisible(row.name, x.shape, len(who.groups[0]), args)
-    return Plan(rank_groups.changes, row.stacked, args, who, at[id(x)], at[id(outs[0])])
+    return Plan(rank_groups.changes, row.stacked, args, who, at[id(x)], at[id(out)])

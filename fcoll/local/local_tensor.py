@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, rows
+from fcoll.local import _torch, rank_stacks
 from fcoll.local.errors import MismatchedShards, NotLocal, RanksDiffer, ShardNeedsGrad
 from fcoll.local.ints import LocalIntNode, local_int
 
@@ -62,9 +62,9 @@ class LocalTensor(Tensor):
     # ---- storage
 
     @property
-    def _local_tensors(self) -> rows.Rows:
+    def _local_tensors(self) -> rank_stacks.Rows:
         """Rank -> its tensor; writes into them are writes into this tensor."""
-        made = rows.Rows(self._tensors())
+        made = rank_stacks.Rows(self._tensors())
         made.owner = weakref.ref(self)  # it ends with the dict: torch swaps no tensor that has one
         return made
 
@@ -75,7 +75,7 @@ class LocalTensor(Tensor):
     def _tensors(self) -> dict[int, Tensor]:
         """Rank -> its tensor, to read from and to write into."""
         if self._parts is None:
-            own = rows.own_rows(self._own_stack())
+            own = rank_stacks.own_rows(self._own_stack())
             self._parts = dict(zip(self._order, own, strict=True))
         self._owned = False
         return self._parts
@@ -84,7 +84,7 @@ class LocalTensor(Tensor):
         """From now on the tensors in ``parts`` are the ranks' own, not rows of a stack."""
         self._stack, self._parts, self._owned = None, parts, False
         self._ranks, self._order = frozenset(parts), tuple(sorted(parts))
-        even = rows.is_even(list(parts.values()))
+        even = rank_stacks.is_even(list(parts.values()))
         if self._uneven is None and not even:
             self._take_meta(apart(parts))
         elif self._uneven is not None:
@@ -103,9 +103,9 @@ class LocalTensor(Tensor):
         A stack of one expanded row has neither views nor rows that were handed out.
         """
         assert self._stack is not None
-        if rows.rows_overlap(self._stack):
+        if rank_stacks.rows_overlap(self._stack):
             with _torch.outside_of_modes(self._stack):
-                self._stack = rows.replicated(self._stack[0], self._stack.shape[0])
+                self._stack = rank_stacks.replicated(self._stack[0], self._stack.shape[0])
         return self._stack
 
     def _replace_stack(self, stack: Tensor) -> bool:
@@ -118,7 +118,7 @@ class LocalTensor(Tensor):
             return False
         if stack.stride()[1:] != old.stride()[1:] or not type(old) is type(stack) is Tensor:
             return False
-        if not rows.rows_overlap(old) and _torch.is_shared(old):
+        if not rank_stacks.rows_overlap(old) and _torch.is_shared(old):
             return False
         self._stack = stack
         return True
@@ -133,13 +133,13 @@ class LocalTensor(Tensor):
             return self._stack
         assert self._parts is not None
         tensors = [self._parts[r] for r in self._order]
-        if self._uneven is not None or not rows.is_even(tensors):
+        if self._uneven is not None or not rank_stacks.is_even(tensors):
             return None
         if _torch.in_a_trace(tensors[0]):  # a compiler wants each rank's own tensor back
             return None
         if not self._owned and limit is not None and _bytes(tensors[0]) > limit:
             return None
-        stack = rows.stack_of(tensors)
+        stack = rank_stacks.stack_of(tensors)
         if self._owned:
             self._stack, self._parts = stack, None
         return stack
@@ -260,7 +260,7 @@ class LocalTensor(Tensor):
         """The tensor that all ranks have, or else the shape that all have, or else None."""
         if self._stack is not None:
             first = self._stack[0]
-            return first if rows.all_rows_equal(self._stack) else first.shape
+            return first if rank_stacks.all_rows_equal(self._stack) else first.shape
         assert self._parts is not None
         first, *others = (self._parts[r] for r in self._order)
         if all(t.equal(first) for t in others):
@@ -307,7 +307,7 @@ def apart(
     values = list(tensors.values())
     first = values[0]
     _check_alike(values)
-    uneven = None if rows.is_even(values) else _uneven_meta(tensors)
+    uneven = None if rank_stacks.is_even(values) else _uneven_meta(tensors)
     if uneven is None:
         # of the first rank, where they differ: Python asks storage_offset() above
         memory = first.untyped_storage().nbytes()

@@ -15,7 +15,7 @@ from torch import Tensor
 from fcoll.local import _torch
 from fcoll.local.elementwise import NotStackable
 from fcoll.local.local_tensor import LocalTensor, apart
-from fcoll.local.rows import extent
+from fcoll.local.rank_stacks import extent
 
 aten = torch.ops.aten
 _LINE = 64  # bytes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcoll.local import _torch, modes, rank_groups
+from fcoll.local import _torch, active_mode, rank_groups
 from fcoll.local.errors import NotInMesh
 from fcoll.local.ints import LocalIntNode, local_int
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _mode() -> LocalTensorMode:
-    return modes.needed_local_tensor_mode("a coordinate of each rank")
+    return active_mode.needed_local_tensor_mode("a coordinate of each rank")
 
 
 class _LocalDeviceMesh:

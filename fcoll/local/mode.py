@@ -11,7 +11,7 @@ import torch  # noqa: F401  for the example
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcoll.local import _torch, mode_patches, modes, op_dispatch, rng
+from fcoll.local import _torch, active_mode, mode_patches, op_dispatch, rng
 from fcoll.local.errors import BadRanks
 from fcoll.local.local_tensor import LocalTensor
 
@@ -46,7 +46,7 @@ class LocalTensorMode(TorchDispatchMode):
         self._coordinate_cache_lock = threading.Lock()
 
     def __enter__(self) -> LocalTensorMode:
-        modes.get_local_tensor_mode_list().append(self)
+        active_mode.get_local_tensor_mode_list().append(self)
         mode_patches.in_force.__enter__()
         self.enable_()
         if not _torch.is_faking():  # all ranks start from the same state
@@ -54,7 +54,7 @@ class LocalTensorMode(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        modes.get_local_tensor_mode_list().pop()
+        active_mode.get_local_tensor_mode_list().pop()
         self.disable_()
         mode_patches.in_force.__exit__()
         super().__exit__(*exc)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fcoll import groups as fcoll_groups
-from fcoll.local import _torch, modes, rank_groups, rng
+from fcoll.local import _torch, active_mode, rank_groups, rng
 from fcoll.local.ints import RankNode, formatted, local_int, rank_hash
 from fcoll.local.mesh import _LocalDeviceMesh
 from fcoll.ranks.patches import Patches, SharedPatches, where
@@ -37,7 +37,7 @@ def _apply(patches: Patches) -> None:
     for owner, names in changes:
         for name, new in names.items():
             if hasattr(owner, name):  # torch has some in some versions
-                patches.wrap(owner, name, where(modes.enabled_local_tensor_mode, new))
+                patches.wrap(owner, name, where(active_mode.enabled_local_tensor_mode, new))
     patches.wrap(at["mesh"], "get_group", _remembering)
     patches.apply(_adopted())
 
@@ -80,7 +80,7 @@ def _instead(new: Callable[..., Any]) -> Callable[..., Any]:
 
 def get_rank(original: Any, group: Any = None) -> Any:
     """dist.get_rank: an int of each rank; in a group, its place there."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     assert mode is not None
     if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._logging"):
         return 0  # the prefix of torch's log lines: the process is rank 0
@@ -91,7 +91,7 @@ def get_rank(original: Any, group: Any = None) -> Any:
 
 def rank_asked(original: Any, name: str) -> Any:
     """fcoll.rank and fcoll.axis_index: an int of each rank, too."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     assert mode is not None
     return local_int(rank_groups.rank_in(_torch.resolve_group(name), mode.order), RankNode)
 
@@ -142,8 +142,8 @@ def scatter(
 
 def permute_tensor(old: Any, self: Any, src_dst: list[int], group: Any, tag: str = "") -> Any:
     """The functional permute: torch's asks for one rank, and here are all."""
+    from fcoll.local.collective_calls import permuted
     from fcoll.local.local_tensor import LocalTensor
-    from fcoll.local.row_calls import permuted
 
     if not isinstance(self, LocalTensor):
         return old(self, src_dst, group, tag)
@@ -152,7 +152,7 @@ def permute_tensor(old: Any, self: Any, src_dst: list[int], group: Any, tag: str
 
 def all_submeshes(old: Any, mesh: Any, dim: str) -> Any:
     """torch asks in which of them its rank is; the process is rank 0."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     assert mode is not None
     with mode.disable():
         return old(mesh, dim)

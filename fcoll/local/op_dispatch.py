@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcoll.local import mesh, over_ranks
+from fcoll.local import _torch, mesh
+from fcoll.local.call_arguments import Seen, scan
+from fcoll.local.elementwise import NotStackable
 from fcoll.local.errors import MixedRanks
-from fcoll.local.scan import Seen, scan
+from fcoll.local.op_by_rank import Order, by_rank, combine, without_tensors
+from fcoll.local.op_kinds import kind
+from fcoll.local.op_on_stack import on_stack
 
 if TYPE_CHECKING:
     from fcoll.local.mode import LocalTensorMode
@@ -17,6 +22,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _inside = threading.local()
 _COLLECTIVES = ("c10d", "fcoll", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# What a call on stacks may raise though the ranks' own calls are right, or wrong in other words: it
+# cannot be made so, or torch has no such kernel, or complains of the stack's shapes. Anything else
+# is a defect of this package and must be seen.
+_NOT_ON_STACKS = (NotStackable, RuntimeError, IndexError, ValueError, TypeError)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any], mode: LocalTensorMode | None) -> Any:
@@ -46,11 +55,28 @@ def _for_all_ranks(func: Any, args: Any, kwargs: Any, seen: Seen, order: tuple[i
         if (uneven := _UNEVEN.get(func.overloadpacket)) and args[0]._uneven is not None:
             return uneven(*args)
     elif func.namespace in _COLLECTIVES:
-        from fcoll.local import row_calls  # not at import: this may be served early
+        from fcoll.local import collective_calls  # not at import: this may be served early
 
-        run = row_calls.run_c10d if func.namespace == "c10d" else row_calls.run_op
+        run = collective_calls.run_c10d if func.namespace == "c10d" else collective_calls.run_op
         return run(func, args, kwargs)
-    return over_ranks.run(func, args, kwargs, seen, order)
+    return _run(func, args, kwargs, seen, order)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], seen: Seen, order: Order) -> Any:
+    """The op for every rank of ``order``; ``seen`` is what its arguments hold."""
+    how = kind(func)
+    if special := _SPECIAL.get(func):
+        result = special(args, kwargs, order)
+        if result is not None:
+            return result
+    if how.way != "loop" and not seen.local_ints and seen.locals:
+        try:
+            return on_stack(func, args, kwargs, seen, order, how)
+        except _NOT_ON_STACKS:
+            pass  # the loop runs it, or says what is wrong in one rank's shapes
+    if not seen.locals and not seen.local_ints:
+        return without_tensors(func, args, kwargs, order, how)
+    return by_rank(func, args, kwargs, order, how)
 
 
 def _order(seen: Seen, mode: LocalTensorMode | None) -> tuple[int, ...]:
@@ -88,4 +114,29 @@ _UNEVEN = {
             aten.is_non_overlapping_and_dense,
         )
     },
+}
+
+# ---- ops with a shorter way
+
+
+def _check_storage(args: Any, kwargs: dict[str, Any], order: tuple[int, ...]) -> None:
+    """set_ to a storage: one of memory is the same for all ranks, a LocalTensor's is of none."""
+    if not _torch.has_memory(args[1]):
+        raise NotImplementedError(
+            "set_: the storage of a LocalTensor has no memory. Pass the tensor: x.set_(y), or "
+            "x.set_(y.as_strided(size, stride, storage_offset))."
+        )
+
+
+def _scalar(args: Any, kwargs: dict[str, Any], order: Order) -> Any:
+    stack = args[0]._stack
+    if stack is None:
+        return None
+    return combine(dict(zip(order, stack.reshape(-1).tolist(), strict=True)))
+
+
+_SPECIAL: dict[Any, Callable[[Any, dict[str, Any], Order], Any]] = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.set_.source_Storage: _check_storage,
+    aten.set_.source_Storage_storage_offset: _check_storage,
 }

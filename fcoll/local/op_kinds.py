@@ -46,8 +46,8 @@ _EXACT_COMPLEX = {
     "logical_or", "logical_xor", "masked_fill", "masked_fill_", "ne", "neg", "neg_", "sub", "sub_",
     "where", "zero_",
 }  # fmt: skip
-# Products inside, whose last bits depend on where a matrix begins: see products.py. So have all of
-# linear algebra.
+# Products inside, whose last bits depend on where a matrix begins (matrix_products.py).
+# So have all of linear algebra.
 _PRODUCTS = {
     "mv", "addmv", "dot", "vdot", "addbmm", "baddbmm", "linear", "addr", "_trilinear", "cdist",
     "_cdist_forward", "_cdist_backward", "convolution", "convolution_backward", "_convolution",

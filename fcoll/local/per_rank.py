@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fcoll.local import _torch, modes, rng
+from fcoll.local import _torch, active_mode, rng
 from fcoll.local.errors import BadCallback
 from fcoll.local.local_tensor import LocalTensor, local
-from fcoll.local.over_ranks import combine, on_rank
+from fcoll.local.op_by_rank import combine, on_rank
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +30,7 @@ def maybe_run_for_local_tensor(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        mode = modes.enabled_local_tensor_mode()
+        mode = active_mode.enabled_local_tensor_mode()
         if mode is None:
             return func(*args, **kwargs)
         with mode.disable():
@@ -61,13 +61,13 @@ def _for_each_rank_run_func(
 
 def rank_map(cb: Callable[[int], Tensor]) -> Tensor:
     """``cb(rank)``: of this process's rank, or in a LocalTensorMode of all, as a LocalTensor."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     return cb(dist.get_rank()) if mode is None else mode.rank_map(cb)
 
 
 def tensor_map(tensor: Tensor, cb: Callable[[int, Tensor], Tensor | None]) -> Tensor:
     """``cb(rank, tensor)``: of this process's rank, or in a LocalTensorMode of all."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     if mode is not None:
         return mode.tensor_map(local(tensor, "tensor_map: its"), cb)
     found = cb(dist.get_rank(), tensor)
@@ -79,7 +79,7 @@ def tensor_map(tensor: Tensor, cb: Callable[[int, Tensor], Tensor | None]) -> Te
 
 def maybe_disable_local_tensor_mode() -> contextlib.AbstractContextManager[None]:
     """A context in which the LocalTensorMode, if there is one, is disabled."""
-    mode = modes.local_tensor_mode()
+    mode = active_mode.local_tensor_mode()
     return mode.disable() if mode is not None else contextlib.nullcontext()
 
 

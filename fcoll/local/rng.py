@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, modes
+from fcoll.local import _torch, active_mode
 from fcoll.local.ints import LocalIntNode, local_int
 
 State = tuple[Tensor, dict[int, Tensor]]  # of the CPU, and of the accelerator by its index
@@ -34,7 +34,7 @@ class RanksStates:
     """The states that a random op of these ranks starts from, and where it leaves them."""
 
     def __init__(self, order: Sequence[int]) -> None:
-        mode = modes.enabled_local_tensor_mode()
+        mode = active_mode.enabled_local_tensor_mode()
         self._order = order
         self._kept: dict[int, State] = mode._per_rank_rng_states if mode is not None else {}
         if not self._kept:  # no mode: all ranks start from the state of the process
@@ -73,7 +73,7 @@ def _same(a: State, b: State) -> bool:
 
 def manual_seed(seed: Any) -> torch.Generator:
     """torch.manual_seed for all ranks; a SymInt gives each rank a seed of its own."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     own = isinstance(seed, torch.SymInt) and isinstance(seed.node, LocalIntNode)
     if mode is not None and own:
         for rank in sorted(mode.ranks):
@@ -88,7 +88,7 @@ def manual_seed(seed: Any) -> torch.Generator:
 
 def initial_seed() -> int | torch.SymInt:
     """torch.initial_seed; an int of each rank if they have seeds of their own."""
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     if mode is None or not mode._per_rank_rng_states:
         return torch.random.default_generator.initial_seed()
     return local_int(on_each(mode, torch.random.default_generator.initial_seed))
@@ -114,7 +114,7 @@ def get_generator_seed_for_device_type(device_type: str) -> int | torch.SymInt:
     def read() -> int:
         return int(module.get_rng_state()[:8].view(torch.int64).item())
 
-    mode = modes.enabled_local_tensor_mode()
+    mode = active_mode.enabled_local_tensor_mode()
     if mode is None or not mode._per_rank_rng_states:
         return read()
     return local_int(on_each(mode, read))

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fcoll.local import modes
+from fcoll.local import active_mode
 from fcoll.local.errors import BadRunner
 
 _current: LocalRunnerMode | None = None
@@ -62,7 +62,7 @@ class LocalRunnerMode:
             hint = "Leave the first before you enter the next: they do not nest."
             raise BadRunner(what="another one is running", hint=hint)
         _current = self
-        self._shared = modes.share_between_threads(False)
+        self._shared = active_mode.share_between_threads(False)
         for r in self._runners:
             r.start()
         return self
@@ -74,7 +74,7 @@ class LocalRunnerMode:
                 threading.Thread.join(r)
         finally:
             _current = None
-            modes.share_between_threads(self._shared)
+            active_mode.share_between_threads(self._shared)
         for r in self._runners:
             r.join()
 

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll.errors import (
-    BadOutput,
     GroupDestroyed,
     MismatchedLists,
     NotInGroup,
     NoValues,
     RankOutOfGroup,
 )
-from fcoll.reductions import PREMUL_SUM, parse, premul_factor
+from fcoll.reductions import PREMUL_SUM, premul_factor
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
 from fcoll.simulation.calls import Call, dtypes, signature, sizes
@@ -31,12 +30,11 @@ from fcoll.simulation.channel import Channel, Part
 from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import user_sites
-from fcoll.table.c10d import OPS
+from fcoll.table.c10d import OPS, Op, one
 from fcoll.transport.protocol import Then
 
 # what the ranks of a group to be wait for one another in
 MAKE_GROUPS = ("new_group", "init_process_group", "split_group")
-TO_ONE = ("reduce", "gather")  # ops whose root receives
 
 
 class NoBackend:
@@ -46,15 +44,6 @@ class NoBackend:
 
     def name(self) -> str:
         return "simulated"
-
-
-def _in_place(op: str, options: Callable[[], Any]) -> Any:
-    """The method of a collective that writes to the tensors that it sends."""
-
-    def method(self: SimulatedGroup, tensors: Any, opts: Any = None) -> SimulatedWork:
-        return self._collective(op, tensors, tensors, sizes(tensors), opts or options())
-
-    return method
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -200,100 +189,27 @@ class SimulatedGroup(dist.ProcessGroup):
         if not 0 <= rank < self.n:
             raise RankOutOfGroup(op=op, arg=arg, rank=rank, n=self.n, last=self.n - 1)
 
-    # -- collectives: a method has the first of an op's names in the table (c10d.py) ---
+    # -- collectives: those whose pieces go around are read by the table (below) ---
 
-    def _collective(
-        self, op: str, ins: Any, outs: Any, facts: Sequence[str], opts: Any = None
-    ) -> SimulatedWork:
-        """Start a collective with c10d's options, which may have a root and a reduce op."""
-        ins, reduce_op, root = _plain(ins), "", getattr(opts, "rootRank", -1)
+    def collective(self, op: Op, args: Sequence[Any]) -> SimulatedWork:
+        """Start the collective that a method of ``op`` is called for."""
+        named, given_op = op.of_method(args)
+        message = op.message(**named, process_group=(self.channel.name, self.n))
+        ins, outs = (list(map(_torch.completed, xs)) for xs in op.pieces(message, self.n))
+        root, reduce_op = named.get("root_rank", -1), named.get("reduce_op", "")
+        if message.missing and root == self.me:
+            raise MismatchedLists(op=op.called, why=f"{message.missing} is empty", hint="Give it.")
+        facts = sizes(message.sent) if op.alike else dtypes(message.sent)
         if root != -1:
-            facts = f"{'to' if op in TO_ONE else 'from'} rank {root}", *facts
-        if hasattr(opts, "reduceOp"):
-            reduce_op = parse(op, opts.reduceOp)
+            facts = f"{'from' if message.root is None else 'to'} rank {root}", *facts
+        if reduce_op:
             facts = reduce_op, *facts
         if reduce_op == PREMUL_SUM:
-            factor = premul_factor(op, opts.reduceOp, None)
+            factor = premul_factor(op.called, given_op, None)
             assert factor is not None  # or it would have raised
             scaled = self.owner.session.arithmetic.scaled
-            ins, reduce_op = [scaled(op, x.detach(), factor) for x in ins], "sum"
-        return self.start(op, facts, Part(ins, _plain(outs), reduce_op, root))
-
-    allreduce = _in_place("all_reduce", dist.AllreduceOptions)
-    allreduce_coalesced = _in_place("all_reduce_coalesced", dist.AllreduceCoalescedOptions)
-    reduce = _in_place("reduce", dist.ReduceOptions)
-    broadcast = _in_place("broadcast", dist.BroadcastOptions)
-
-    def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        ins = [x for xs in ins for x in xs]
-        _count("reduce_scatter", ins, len(outs) * self.n)
-        opts = opts or dist.ReduceScatterOptions()
-        return self._collective("reduce_scatter", ins, outs, dtypes(ins), opts)
-
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.reduce_scatter([out], [self._chunks("reduce_scatter", x, out)], opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outs: Any, ins: Any, opts: Any = None
-    ) -> SimulatedWork:
-        op, opts = "reduce_scatter_coalesced", opts or dist.ReduceScatterOptions()
-        parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, x, o)]
-        return self._collective(op, parts, outs, sizes(ins), opts)
-
-    def allgather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        outs = [x for xs in outs for x in xs]
-        _count("all_gather", outs, len(ins) * self.n)
-        return self._collective("all_gather", ins, outs, dtypes(ins))
-
-    def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.allgather([self._chunks("all_gather", out, x)], [x])
-
-    def allgather_into_tensor_coalesced(
-        self, outs: Any, ins: Any, opts: Any = None
-    ) -> SimulatedWork:
-        op = "all_gather_coalesced"
-        parts = [c for o, x in zip(outs, ins, strict=True) for c in self._chunks(op, o, x)]
-        return self._collective(op, ins, parts, sizes(ins))
-
-    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        """``outs[r]`` are where rank r's tensors go."""
-        where = [outs[r][i] for i in range(len(ins)) for r in range(self.n)]
-        return self._collective("all_gather_coalesced", ins, where, sizes(ins))
-
-    def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        for xs in (outs, ins):
-            _count("all_to_all", xs, self.n)
-        return self._collective("all_to_all", ins, outs, dtypes(ins))
-
-    def alltoall_base(
-        self,
-        out: Tensor,
-        x: Tensor,
-        out_splits: Any = None,
-        in_splits: Any = None,
-        opts: Any = None,
-    ) -> SimulatedWork:
-        ins, outs = self._split(x, in_splits, "input"), self._split(out, out_splits, "output")
-        return self.alltoall(outs, ins)
-
-    def gather(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        opts = opts or dist.GatherOptions()
-        where = outs[0] if outs else []
-        if self.me == opts.rootRank:
-            _count("gather", where, self.n)
-        return self._collective("gather", ins, where, dtypes(ins), opts)
-
-    def gather_single(self, out: Any, x: Any, opts: Any = None) -> SimulatedWork:
-        """dist.gather_single, from torch 2.14 on; elsewhere than on the root, out is empty."""
-        parts = list(out.chunk(self.n)) if out.numel() else []
-        return self.gather([parts], [x], opts)
-
-    def scatter(self, outs: Any, ins: Any, opts: Any = None) -> SimulatedWork:
-        opts = opts or dist.ScatterOptions()
-        parts = ins[0] if ins else []
-        if self.me == opts.rootRank:
-            _count("scatter", parts, self.n)
-        return self._collective("scatter", parts, outs, dtypes(outs), opts)
+            ins, reduce_op = [scaled(op.called, x.detach(), factor) for x in ins], "sum"
+        return self.start(op.called, facts, Part(ins, outs, reduce_op, root))
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         work = self.start("barrier", (), Part())
@@ -308,38 +224,13 @@ class SimulatedGroup(dist.ProcessGroup):
     # -- messages ---
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> SimulatedWork:
-        return self.message(True, _one("send", tensors), dst, tag)
+        return self.message(True, one("send", _plain(tensors)), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> SimulatedWork:
-        return self.message(False, _one("recv", tensors), src, tag)
+        return self.message(False, one("recv", _plain(tensors)), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
-        return self.message(False, _one("recv", tensors), ANY, tag)
-
-    # -- parts of one tensor ---
-
-    def _chunks(self, op: str, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """The n equal parts of a tensor, as views."""
-        whole = _torch.completed(whole)
-        if whole.numel() != part.numel() * self.n or whole.dtype != part.dtype:
-            want = f"{self.n} x {part.numel()} elements of {part.dtype}"
-            raise BadOutput(op=op, got=f"{whole.numel()} of {whole.dtype}", want=want)
-        return list(whole.detach().view(-1).chunk(self.n)) if part.numel() else [part] * self.n
-
-    def _split(self, x: Tensor, splits: Any, which: str) -> list[Tensor]:
-        x = _torch.completed(x).detach()
-        rows = x.shape[0] if x.dim() else 0
-        if not splits:
-            if rows % self.n:
-                why = f"dim 0 of the {which} ({rows}) is not divisible by {self.n}"
-                raise MismatchedLists(op="all_to_all_single", why=why, hint="Give split sizes.")
-            splits = [rows // self.n] * self.n
-        if len(splits) != self.n or sum(splits) != rows:
-            why = (
-                f"the {which} splits {list(splits)} do not add up to {rows} rows for {self.n} ranks"
-            )
-            raise MismatchedLists(op="all_to_all_single", why=why, hint="Give one for each rank.")
-        return list(x.split(list(splits)))
+        return self.message(False, one("recv", _plain(tensors)), ANY, tag)
 
 
 def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
@@ -350,10 +241,21 @@ def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
         raise NoValues(what=f"{op} of fake or meta tensors", hint=hint)
 
 
-# -- a trace: nothing is exchanged, and what is called passes as an op of c10d ---
+# -- the methods that call ops of c10d, by the names of all versions of torch ---
+
+
+def _method(op: Op) -> Callable[..., Any]:
+    """That of a collective whose pieces go around."""
+
+    def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> SimulatedWork:
+        return self.collective(op, (*args, *kwargs.values()))
+
+    return call
 
 
 def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """In a trace nothing is exchanged, and what is called passes as an op of c10d."""
+
     @functools.wraps(method)
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_faking() and _torch.is_traced():
@@ -366,21 +268,13 @@ def _or_traced(name: str, other: str, method: Callable[..., Any]) -> Callable[..
 
 
 for _op in OPS.values():
-    _method = vars(SimulatedGroup)[_op.methods[0]]
-    for _name in _op.methods:  # newer versions of torch have other names
-        setattr(SimulatedGroup, _name, _or_traced(_name, _op.methods[0], _method))
+    _called = _method(_op) if _op.route else vars(SimulatedGroup)[_op.methods[0]]
+    for _name in _op.methods:
+        setattr(SimulatedGroup, _name, _or_traced(_name, _op.methods[0], _called))
 
 
-def _plain(tensors: Any) -> list[Tensor]:
-    return [_torch.completed(x) for x in tensors]
-
-
-def _count(op: str, tensors: Sequence[Tensor], want: int) -> None:
-    if len(tensors) != want:
-        why = f"there are {len(tensors)} tensors where {want} are needed"
-        raise MismatchedLists(op=op, why=why, hint="Give one for each rank of the group.")
-
-
-def _one(op: str, tensors: Any) -> Tensor:
-    _count(op, tensors, 1)
-    return _torch.completed(tensors[0])
+def _plain(value: Any) -> Any:
+    """Tensors as c10d gets them, also those of lists."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return _torch.completed(value)

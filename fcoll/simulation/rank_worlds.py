@@ -88,14 +88,14 @@ class Worlds:
     def __getattr__(self, name: str) -> Any:
         # A module's defaults (``group=dist.group.WORLD``) are for all ranks: not one rank's world
         at_import = name == "default_pg" and _torch.is_imported(sys._getframe(2))
-        return getattr(object.__getattribute__(self, "own") if at_import else self._mine(), name)
+        return getattr(self.own if at_import else self._mine(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._mine(), name, value)
 
     def _mine(self) -> Any:
         me = this_rank()
-        return object.__getattribute__(self, "own") if me is None else me.world
+        return self.own if me is None else me.world
 
 
 # -- what ranks get instead ---

@@ -8,6 +8,7 @@ and puts together those that arrive, is its ``uneven`` rule.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,12 @@ Args = Mapping[str, Any]
 Sources = tuple[tuple[int, int], ...]  # (rank, which of its pieces)
 Route = Callable[[int, int, int, int], list[Sources]]
 Fold = Callable[[Reduction, list[Tensor]], Tensor]
+
+
+@functools.lru_cache(maxsize=1024)  # one object for all ranks
+def _from_all(n: int, i: int) -> Sources:
+    return tuple((r, i) for r in range(n))
+
 
 #: (to, n, k, root): the sources of every piece that rank ``to`` of n gets, where ranks give k
 #: pieces. Several sources are reduced; a rank that gets nothing has none.
@@ -33,9 +40,9 @@ ROUTES: dict[str, Route] = {
     "scatter": lambda to, n, k, root: [((root, to),)],
 }
 
-
-def _from_all(n: int, i: int) -> Sources:
-    return tuple((r, i) for r in range(n))
+#: Where a rank gives a piece to each rank, and where it gets one from each.
+GIVEN_TO_EACH = ("reduce_scatter", "scatter", "all_to_all")
+GOT_FROM_EACH = ("all_gather", "gather", "all_to_all")
 
 
 class Misfit(Exception):
@@ -62,20 +69,27 @@ def received(
     [[1, 3], [2, 4]]
     """
     n, k = len(pieces), max(map(len, pieces))
-    reduced: dict[Sources, Tensor] = {}
+    reduced: dict[tuple[int, int], Tensor] = {}
     arrived: list[list[Tensor]] = []
-    for to in range(n):
-        mine = ROUTES[route](to, n, k, root)
-        if outs is not None:
-            for sources, out in zip(mine, outs[to], strict=False):  # of a reduce, on the root
-                for rank, i in sources:
-                    _check((rank, to), route, pieces[rank][i], out)
-        for sources in mine:
-            if len(sources) > 1 and sources not in reduced:
+    for to, all_sources in enumerate(_sources(route, n, k, root)):
+        got: list[Tensor] = []
+        for at, sources in enumerate(all_sources):
+            first = sources[0]  # no two sums have it in common
+            if outs is not None:  # where there is a sum, all of its parts are alike
+                for rank, i in sources[:1] if first in reduced else sources:
+                    _check((rank, to), route, pieces[rank][i], outs[to][at])
+            if len(sources) > 1 and first not in reduced:
                 parts = _alike([pieces[rank][i] for rank, i in sources])
-                reduced[sources] = fold(REDUCTIONS[reduce_op], parts)
-        arrived.append([reduced[s] if len(s) > 1 else pieces[s[0][0]][s[0][1]] for s in mine])
+                reduced[first] = fold(REDUCTIONS[reduce_op], parts)
+            got.append(reduced[first] if len(sources) > 1 else pieces[first[0]][first[1]])
+        arrived.append(got)
     return arrived
+
+
+@functools.lru_cache(maxsize=64)
+def _sources(route: str, n: int, k: int, root: int) -> list[list[Sources]]:
+    """Of every piece that each rank gets."""
+    return [ROUTES[route](to, n, k, root) for to in range(n)]
 
 
 def _alike(parts: list[Tensor]) -> list[Tensor]:

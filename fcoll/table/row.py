@@ -153,10 +153,10 @@ class Collective:
         """Does it write its result into a tensor called ``out``?"""
         return "out" in self.position
 
-    @cached_property
+    @property  # no cached_property, whose lock Dynamo cannot trace
     def on_lists(self) -> bool:
         """Does it take and return a list of tensors?"""
-        return self.schema.rpartition(" -> ")[2].startswith("Tensor[]")
+        return " -> Tensor[]" in self.schema
 
     @cached_property
     def batched(self) -> bool:

@@ -55,14 +55,14 @@ def test_a_mistake_says_what_where_and_how_to_fix_it(name):
 
 def test_a_defect_of_a_call_on_stacks_is_seen(monkeypatch):
     """Only what a stack cannot do is run rank by rank instead."""
-    from fcoll.local import over_ranks
+    from fcoll.local import op_on_stack
 
     def broken(*args: object) -> None:
         raise AttributeError("a defect")
 
     x = LocalTensor({0: torch.ones(2), 1: torch.ones(2)}) + 1
-    monkeypatch.setattr(over_ranks, "_elementwise", broken)
-    monkeypatch.setattr(over_ranks, "_same_on_all", broken)
+    monkeypatch.setattr(op_on_stack, "_elementwise", broken)
+    monkeypatch.setattr(op_on_stack, "_same_on_all", broken)
     with pytest.raises(AttributeError, match="a defect"):
         x + x
 

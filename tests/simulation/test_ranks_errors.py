@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fcoll
 from fcoll.errors import (
+    BadOutput,
     CollectiveMismatch,
     CollectiveTimeout,
     Deadlock,
+    MismatchedLists,
     RankFailed,
     RanksTimeout,
 )
@@ -396,6 +398,32 @@ def test_a_rank_outside_the_group_is_an_error_at_once(call: Any) -> None:
             call(x)
         dist.all_reduce(x)
         return x.item()
+
+    assert fcoll.simulate_ranks(program, 3) == [3.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda x: dist.all_gather_into_tensor(x.new_zeros(7), x), "7 of .* 3 x 4 elements"),
+        (lambda x: dist.all_gather_into_tensor(x.int().repeat(3), x), "12 of torch.int32"),
+        (lambda x: dist.reduce_scatter_tensor(x.new_zeros(2), x), "4 of .* 3 x 2 elements"),
+        (lambda x: dist.all_gather([x, x], x), "there are 2 tensors, and .* needs 3"),
+        (lambda x: dist.all_to_all([x], [x]), "there are 1 tensors, and .* needs 3"),
+        (lambda x: dist.all_to_all_single(x, x), r"splits \[1, 1, 1\] do not add up to its 4 rows"),
+        (lambda x: dist.all_to_all_single(x, x, [4, 0, 0], [1, 1, 1]), "the input splits"),
+        (lambda x: dist.group.WORLD.scatter([x], [], dist.get_rank()), "scatter_list is empty"),
+        (lambda x: dist.group.WORLD.gather([], [x], dist.get_rank()), "gather_list is empty"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_an_error_at_once(call: Any, why: str) -> None:
+    def program(rank: int) -> float:
+        x = torch.ones(4)
+        with pytest.raises((BadOutput, MismatchedLists), match=why):
+            call(x)
+        dist.all_reduce(x)
+        return x[0].item()
 
     assert fcoll.simulate_ranks(program, 3) == [3.0] * 3
 

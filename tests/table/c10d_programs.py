@@ -238,3 +238,47 @@ def recv(x: Tensor, me: int) -> list[Tensor]:
 def recv_any_source(x: Tensor, me: int) -> list[Tensor]:
     dist.recv(x) if me == 0 else dist.send(x, 0)
     return [x]
+
+
+# -- methods of groups: they take lists and c10d's options, or tensors ---
+
+
+@case("allreduce_", 12)
+def method_all_reduce(x: Tensor, me: int) -> list[Tensor]:
+    dist.group.WORLD.allreduce(x, dist.ReduceOp.MAX).wait()
+    return [x]
+
+
+@case("reduce_", 12)
+def method_reduce(x: Tensor, me: int) -> list[Tensor]:
+    dist.group.WORLD.reduce(x, 0, dist.ReduceOp.MIN).wait()
+    return [x]
+
+
+@case("broadcast_", 12)
+def method_broadcast(x: Tensor, me: int) -> list[Tensor]:
+    dist.group.WORLD.broadcast(x, root=1).wait()
+    return [x]
+
+
+@case("allgather_", 24)
+def method_all_gather(x: Tensor, me: int) -> list[Tensor]:
+    outs = [torch.zeros_like(x) for _ in range(W)]
+    dist.group.WORLD.allgather(outs, x).wait()
+    return outs
+
+
+@case("reduce_scatter_", 12)
+def method_reduce_scatter(x: Tensor, me: int) -> list[Tensor]:
+    out = x.new_zeros(2, 3)
+    dist.group.WORLD.reduce_scatter(
+        out, [x[:2].clone(), x[2:].clone()], op=dist.ReduceOp.MAX
+    ).wait()
+    return [out]
+
+
+@case("alltoall_base_", 12)
+def method_all_to_all(x: Tensor, me: int) -> list[Tensor]:
+    out = torch.zeros_like(x)
+    dist.group.WORLD.alltoall_base(out, x, [], []).wait()
+    return [out]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcoll.local import _torch, modes, rng
+from fcoll.local import _torch, active_mode, rng
 from fcoll.local.ints import int_on_rank, local_int
 from fcoll.local.local_tensor import LocalTensor, local
 
@@ -27,7 +27,7 @@ class _LocalDeviceHandle:
         self._device_type = device_type
 
     def get_rng_state(self) -> Tensor:
-        mode = modes.enabled_local_tensor_mode()
+        mode = active_mode.enabled_local_tensor_mode()
         if mode is None:
             return self._device_handle.get_rng_state()
         return LocalTensor(rng.on_each(mode, self._device_handle.get_rng_state))
@@ -36,7 +36,7 @@ class _LocalDeviceHandle:
         if not isinstance(state, LocalTensor):
             self._device_handle.set_rng_state(state.to("cpu"))
             return
-        mode = modes.needed_local_tensor_mode("set_rng_state of each rank")
+        mode = active_mode.needed_local_tensor_mode("set_rng_state of each rank")
         for rank, own in state._tensors().items():
             self._device_handle.set_rng_state(own.to("cpu"))
             mode._per_rank_rng_states[rank] = rng.get_state()
@@ -84,7 +84,7 @@ class _LocalPhiloxState:
 
     def apply_to_local_tensor_mode(self, device_handle: _LocalDeviceHandle) -> None:
         """Make these the states of the mode's ranks."""
-        if modes.enabled_local_tensor_mode() is not None:
+        if active_mode.enabled_local_tensor_mode() is not None:
             device_handle.set_rng_state(self.state)
 
 
@@ -98,7 +98,7 @@ class _LocalOffsetBasedRNGTracker:
 
     @contextlib.contextmanager
     def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
-        mode = modes.needed_local_tensor_mode("a random op on shards")
+        mode = active_mode.needed_local_tensor_mode("a random op on shards")
         if not self.distribute_region_enabled:
             yield
             return
@@ -143,7 +143,7 @@ def maybe_enable_local_tracker(
     device_type: str, distribute_region_enabled: bool, spec: Any, generator: Any
 ) -> Any:
     """DTensor's hook: the context of a random op in a LocalTensorMode, None outside of one."""
-    if modes.enabled_local_tensor_mode() is None:
+    if active_mode.enabled_local_tensor_mode() is None:
         return None
     tracker = _LocalOffsetBasedRNGTracker(device_type)
     tracker.distribute_region_enabled = distribute_region_enabled

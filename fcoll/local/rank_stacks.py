@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -143,8 +143,3 @@ def reorders(shape: Sequence[int], strides: Sequence[int], step: int) -> bool:
 
 def all_rows_equal(stack: Tensor) -> bool:
     return stack.shape[0] == 1 or torch.equal(stack[1:], stack[:1].expand_as(stack[1:]))
-
-
-def taken(value: Any, rank: int, position: int) -> Any:
-    """The row of a stack, for ``map`` over arguments."""
-    return value[position] if isinstance(value, Tensor) else value

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fcoll._torch import op_name, reduce_op_name
+from fcoll._torch import op_name
 from fcoll.errors import MismatchedLists, RaggedRanks, UnevenShard
-from fcoll.local import _c10d, _torch, premul, rank_groups, rows
+from fcoll.local import _c10d, _torch, premul, rank_groups, rank_stacks
 from fcoll.local.local_tensor import LocalTensor, apart, local, stacked
-from fcoll.local.over_ranks import on_rank
+from fcoll.local.op_by_rank import on_rank
 from fcoll.reductions import PREMUL_SUM, parse
 from fcoll.table import c10d
 from fcoll.table.collectives import COLLECTIVES, functional_row, row_of, single_row
@@ -47,7 +47,7 @@ class Result:
         if self.parts is not None:
             return self.parts.items()
         assert self.stack is not None
-        return zip(self.ranks, rows.unbound(self.stack), strict=True)
+        return zip(self.ranks, rank_stacks.unbound(self.stack), strict=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
         if reduce_op == PREMUL_SUM:
             x, args["reduce_op"] = premul.scaled(row.name, x), "sum"
     stack = x._as_stack()
-    if stack is not None and not _ragged(args) and stack.layout is torch.strided:
+    if stack is not None and not ragged(args) and stack.layout is torch.strided:
         check_divisible(row.name, stack.shape[1:], len(who.groups[0]), args)
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
@@ -106,7 +106,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
     return Result(who.ranks, parts=parts)
 
 
-def _ragged(args: Mapping[str, Any]) -> bool:
+def ragged(args: Mapping[str, Any]) -> bool:
     """Do splits or sizes make results of different shapes, or differ between ranks?"""
     given = (args.get(name) for name in ("input_split_sizes", "output_split_sizes", "sizes"))
     splits = [n for sizes in given for n in sizes or ()]
@@ -291,21 +291,21 @@ def with_size(group: Any) -> tuple[Any, int]:
 
 def carry_out(op: c10d.Op, named: dict[str, Any]) -> None:
     """A collective of c10d with these arguments."""
-    if op.name in PIECES:
-        _exchange_pieces(op.name, named)
-        return
     message = op.read(named, with_size)
+    row, order = functional_row(COLLECTIVES[message.row]), None
+    if message.lists and not row.replicates:
+        _exchange_pieces(op, message)
+        return
     if not message.outs:
         return
-    row, args, order = functional_row(COLLECTIVES[message.row]), message.args, None
+    args = message.args
     for out in message.outs[0]:
         order = local(out, "Output")._order
     if op.name in _OF_OBJECTS and not isinstance(args[0], LocalTensor) and order is not None:
         args = stacked(args[0].expand(len(order), *args[0].shape), order), *args[1:]
     only = None
     if message.root is not None and order is not None:
-        group = args[row.position["group_name"]]
-        only = [g[message.root] for g in rank_groups.calling(group, order)]
+        only = [g[message.root] for g in rank_groups.calling(message.options["group_name"], order)]
     for result, outs in zip(results(row, args, {}), message.outs, strict=True):
         for out, part in zip(outs, cut(result, outs), strict=True):
             write(part, out, only, take=len(outs) == 1)
@@ -313,33 +313,25 @@ def carry_out(op: c10d.Op, named: dict[str, Any]) -> None:
 
 # all_gather_object has one plain tensor for all ranks
 _OF_OBJECTS = {"allgather_", *(("_allgather_base_",) if _torch.OBJECTS_IN_ONE_TENSOR else ())}
-_LISTS = ("Output", "output_tensors"), ("Input", "input_tensors")
-#: Ops on lists whose tensors go from rank to rank as they are -> (route, outputs, inputs): one flat
-#: tensor of all, as rows take it, would cost ten times as much.
-PIECES = {
-    "gather_": ("gather", *_LISTS),
-    "scatter_": ("scatter", *_LISTS),
-    "reduce_scatter_": ("reduce_scatter", *_LISTS),
-    "alltoall_": ("all_to_all", *_LISTS),
-}
 
 
-def _exchange_pieces(name: str, named: Mapping[str, Any]) -> None:
-    route, *lists = PIECES[name]
-    outs, ins = ([local(x, which) for x in tensors_in(named[key])] for which, key in lists)
-    group, root = named["process_group"], named.get("root_rank", -1)
-    for tensors, several in ((outs, name in ("gather_", "alltoall_")), (ins, name != "gather_")):
-        if len(tensors) != (n := group.size() if several else 1):
-            why = f"there are {len(tensors)} tensors in a list, and the call needs {n}"
-            raise MismatchedLists(op=route, why=why, hint="Give one for each rank of the group.")
-    reduce_op = named.get("reduce_op", "")
-    reduce_op = reduce_op if isinstance(reduce_op, str) else reduce_op_name(reduce_op)
+def _exchange_pieces(op: c10d.Op, message: c10d.Message) -> None:
+    """Lists whose tensors go from rank to rank as they are: one flat tensor of all, as rows take
+    it, would cost ten times as much."""
+    if message.missing:
+        why, hint = f"{message.missing} has 0 tensors", "Give one for each rank of the group."
+        raise MismatchedLists(op=op.called, why=why, hint=hint)
+    options = message.options
+    group, reduce_op = options["group_name"], options.get("reduce_op", "")
+    root = options.get("src", options.get("dst", -1))
+    given, taken = op.pieces(message, group.size())
+    ins, outs = [local(x) for x in given], [local(x, "Output") for x in taken]
     if reduce_op == PREMUL_SUM:
-        ins, reduce_op = [premul.scaled(route, x) for x in ins], "sum"
+        ins, reduce_op = [premul.scaled(op.called, x) for x in ins], "sum"
     arrived: dict[int, list[Tensor]] = {}
     for g in rank_groups.calling(group, ins[0]._order):
-        given = [[x._tensors()[r] for x in ins] for r in g]
-        arrived |= zip(g, received(route, given, reduce_op, root), strict=True)
+        pieces = [[x._tensors()[r] for x in ins] for r in g]
+        arrived |= zip(g, received(op.route, pieces, reduce_op, root), strict=True)
     each = [{r: ys[i] for r, ys in arrived.items() if ys} for i in range(len(outs))]
     for out, result in zip(
         outs, list(map(_result, each)), strict=True
