@@ -150,7 +150,7 @@ def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
 def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
     """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
     if work is not None:
-        if threading.get_ident() != _MAIN_THREAD:
+        if build.fast and threading.get_ident() != _MAIN_THREAD:
             build.fast.issued_in_thread()  # what torch tells of its works is of one thread
         _torch.register_work(out, Then([work], finish) if finish else work)
         tell(work, out)

@@ -44,27 +44,16 @@ ALL_CPU_S, LONGEST_S = 44.0, 16.0
 RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
 
 
-class NoFastPath:
-    """In the place of the extension module: its functions serve no call."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _not_served
-
-
-def _not_served(*args: Any) -> Any:
-    return NotImplemented
-
-
-no_fast_path = NoFastPath()
-# The functions of native/python.cpp; each returns NotImplemented for calls it does not serve.
-fast: Any = no_fast_path
+# The functions of native/python.cpp, once they are loaded; each returns NotImplemented for calls it
+# does not serve.
+fast: Any = None
 _when_loaded: list[Callable[[Any], object]] = []
 _loaded = False
 
 
 def has_fast_path() -> bool:
     """Is the extension in this process?"""
-    return fast is not no_fast_path
+    return fast is not None
 
 
 def when_loaded(prepare: Callable[[Any], object]) -> None:
