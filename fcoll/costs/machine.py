@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fcoll.costs.numbers import log2, most, ratio
 from fcoll.errors import BadMachineFile, BadOption, NotCalibrated, UnknownMachine
 from fcoll.table.row import Expr
+from fcoll.table.wire import log2, most, ratio
 
 PRESETS = Path(__file__).parent / "machines"
 
