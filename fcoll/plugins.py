@@ -17,7 +17,7 @@ PLUGINS = {
     "compiler": "inductor_ext.stock.teach:teach_inductor",
     # `fcoll calibrate` runs: measure also what the compiler decides by.
     "calibrate": "inductor_ext.one_shot_calibration:calibrate_one_shot",
-    # torch's DistributedDataParallel is traced: put a reducer there that can be (tracing/ddp.py).
+    # torch's DistributedDataParallel is traced: put a reducer there that can be.
     "reducers": "fcoll.training.traceable_ddp:REDUCERS",
 }
 
