@@ -37,8 +37,8 @@ from fcoll.eager.dispatch import returned
 from fcoll.errors import NotInGroup, UnknownGroup
 from fcoll.reductions import REDUCTIONS
 from fcoll.source import user_sites
+from fcoll.transport.carriers import Then, issued
 from fcoll.transport.messages import PLAIN
-from fcoll.transport.protocol import Then, issued
 
 _THEIRS = _torch.FUNCTIONAL_COLLECTIVES
 

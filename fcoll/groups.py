@@ -1,10 +1,12 @@
-"""Groups: anything that names one (GroupLike) is resolved to a canonical Group."""
+"""Groups: anything that names one (GroupLike) is resolved to a canonical Group; and how its ranks
+meet, each with what it has to say, before they have anything else in common (lobby.py)."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ from fcoll.errors import (
     WrongDevice,
     from_lobby,
 )
-from fcoll.lobby import Lobby, NotMet, processes_of
+from fcoll.lobby import Absent, Lobby, NotMet, Process, processes_of
 
 #: Everything that names a group: a ProcessGroup, a 1-D DeviceMesh, a mesh and one of its
 #: dimensions (by number or name), a group's name, its global ranks, or None for all ranks.
@@ -261,3 +263,97 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
             raise from_lobby(why) from None
     _times_made[ranks] += 1
     return _torch.new_group(ranks, name)
+
+
+# -- the ranks of a group meet ---
+
+# In its store: a rank that does not come is named when the group's timeout is over, and one that
+# died sooner. A group without a store is asked to gather what the ranks have to say.
+
+#: Gives every rank's text for this rank's
+Exchange = Callable[[str], list[str]]
+
+TEXT_BYTES = 1024  # of a text, where a process group gathers them
+
+
+@contextmanager
+def meeting(g: Group, about: str = "", purpose: str = "join the group") -> Iterator[Exchange]:
+    """What the ranks say to one another, round by round, while they set up the group. ``about``
+    tells another meeting of theirs from that one, ``purpose`` is for messages.
+
+    Ranks that do not come are a CollectiveTimeout or PeerDied here, and on those that come late.
+    """
+    store = _torch.group_store(g.pg)
+    if store is None:
+        yield lambda text: _gathered(text, g)
+        return
+    lobby = lobby_of(g, store, about, purpose)
+    with meeting_in(lobby, lambda why: give_up(lobby, why, g)) as exchange:
+        yield exchange
+    processes_of(dist.group.WORLD).update({g.ranks[r]: p for r, p in lobby.processes.items()})
+
+
+@contextmanager
+def meeting_in(lobby: Lobby, give_up: Callable[[NotMet], object]) -> Iterator[Exchange]:
+    """The same in a lobby, for ranks that have no group yet."""
+    try:
+        yield lobby.exchange
+    except NotMet as why:
+        give_up(why)
+        raise from_lobby(why) from None
+    except BaseException as error:  # also Ctrl-C: the others need not wait for their timeout
+        who = lobby.names[lobby.rank]
+        give_up(Absent(f"{who} left the meeting by {type(error).__name__}", [lobby.rank]))
+        raise
+    lobby.leave()
+
+
+def lobby_of(g: Group, store: dist.Store, about: str = "", purpose: str = "meet") -> Lobby:
+    """Where the ranks of a group have the meeting that is ``about`` this."""
+    known, timeout_s = processes_of(dist.group.WORLD), _torch.group_timeout_s(g.pg)
+    return lobby_in(store, g.rank, g.ranks, timeout_s, prefix_of(g) + about, known, purpose)
+
+
+def lobby_in(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    prefix: str,
+    known: dict[int, Process],
+    purpose: str = "join the group",
+) -> Lobby:
+    """Where these ranks meet; their processes are ``known`` by global rank."""
+    plain = tuple(ranks) == tuple(range(len(ranks)))
+    return Lobby(
+        store,
+        rank,
+        len(ranks),
+        timeout_s,
+        prefix=prefix,
+        names=[f"rank {r}" if plain else f"rank {r} ({x} of all)" for r, x in enumerate(ranks)],
+        processes={r: known[x] for r, x in enumerate(ranks) if x in known},
+        purpose=purpose,
+    )
+
+
+def prefix_of(g: Group) -> str:
+    """Of the group's keys: split_group gives sibling groups one name, and so one store."""
+    return "fcoll_group/" + "_".join(map(str, g.ranks))
+
+
+def give_up(lobby: Lobby, why: NotMet, g: Group, goes: bool = True) -> None:
+    """Leave word that this rank does not come, for as long as there is the group. One that ``goes``
+    may end the store with it, and waits until the others have heard."""
+    lobby.give_up(why, goes)
+    weakref.finalize(g.pg, lobby.forget).atexit = False
+
+
+def _gathered(text: str, g: Group) -> list[str]:
+    """Every rank's text, through the process group."""
+    raw = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    everyone = torch.empty(g.n * TEXT_BYTES, dtype=torch.uint8)
+    g.pg.all_gather_single(everyone, mine).wait()
+    rows = everyone.view(g.n, TEXT_BYTES)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]

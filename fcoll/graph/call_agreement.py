@@ -27,10 +27,9 @@ from weakref import WeakKeyDictionary
 from fcoll import _torch
 from fcoll.errors import OtherGraph, PlanMismatch
 from fcoll.graph.issued import Issued, describe
-from fcoll.groups import Group
+from fcoll.groups import Group, give_up, lobby_of, meeting
 from fcoll.lobby import Elsewhere, NotMet
 from fcoll.transport import shared_memory
-from fcoll.transport.handshake import give_up, lobby_of, meeting
 
 #: A call as JSON: what must be the same on all ranks, and the call for people.
 Call = tuple[Any, str]

@@ -1,7 +1,7 @@
 """torch.distributed's backend "fcoll" for CPU tensors: how a group of it is made.
 
 Its ranks meet in the group's store, as those of any group do at their first collective
-(handshake.py), and map one another's memory. The collectives are in native/backend.cpp; a gloo
+(fcoll/groups.py), and map one another's memory. The collectives are in native/backend.cpp; a gloo
 backend of the same ranks takes what is not served there, and everything if one rank cannot map the
 others' memory.
 """
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import fcoll_backend
+from fcoll.groups import lobby_in, meeting_in
 from fcoll.lobby import Process, processes_of
 from fcoll.transport import shared_memory
 from fcoll.transport._torch import serve_calls_for_gloo
 from fcoll.transport.acceleration import Acceleration
-from fcoll.transport.handshake import lobby_in, meeting_in
 from fcoll.transport.native import build
 
 log = logging.getLogger("fcoll")

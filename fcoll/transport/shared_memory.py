@@ -2,7 +2,7 @@
 
 A group qualifies if every rank can map every other's memory: proved, not guessed, at its first
 collective on CPU tensors, by a random token that each rank puts into its memory and tells the
-others (handshake.py). If one cannot, for whatever reason, all use the process group.
+others (groups.meeting). If one cannot, for whatever reason, all use the process group.
 
 The primitives are complete when they return, and take the common dtypes as they are.
 """
@@ -27,10 +27,9 @@ from torch import Tensor
 
 from fcoll import _torch
 from fcoll.errors import FcollError, GroupClosed
-from fcoll.groups import Group
+from fcoll.groups import Exchange, Group, meeting
 from fcoll.reductions import Reduction
 from fcoll.transport import dumps, process_group
-from fcoll.transport.handshake import Exchange, meeting
 from fcoll.transport.native import build
 from fcoll.transport.protocol import (
     Started,
@@ -174,7 +173,8 @@ def known_handle(pg: dist.ProcessGroup) -> int:
 
 def connect(rank: int, n: int, timeout_s: float, exchange: Exchange) -> Status:
     """Map the memory of the ranks that ``exchange`` is between, if all of them can."""
-    dumps.attend()
+    if any(map(os.environ.get, dumps.VARIABLES)):
+        dumps.attend()
     mine = _open(rank, n, timeout_s)
     try:
         why_not, fast = _agree(mine, exchange)

@@ -16,8 +16,7 @@ import fcoll
 from fcoll import _torch
 from fcoll.errors import CollectiveTimeout, OtherGraph, PeerDied, PlanMismatch
 from fcoll.graph.call_agreement import calls_by_group, compare, compared, turn_away
-from fcoll.groups import Group, by_name, resolve
-from fcoll.transport.handshake import lobby_of
+from fcoll.groups import Group, by_name, lobby_of, resolve
 
 
 def calls(

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fcoll.transport.native import cache, prebuilt
+from fcoll.transport.native import cache
 from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, Unit, includes_torch, say
 
@@ -66,7 +66,7 @@ def when_loaded(prepare: Callable[[Any], object]) -> None:
 
 def library_path() -> Path:
     """Where the library for this machine and these sources is or will be."""
-    if found := prebuilt.prebuilt_library(torch.__version__):
+    if found := cache.prebuilt_library(torch.__version__):
         return found
     return cache.cache_dir() / f"fcoll-{library_key()}.so"
 
@@ -95,7 +95,7 @@ def build(taken_over_s: float = 0.0) -> Path:
     path = library_path()
     extension = _extension_path(path)
     began = time.time()
-    if path.parent != prebuilt.FOLDER and (why_not := cache.untrusted(path)):
+    if path.parent != cache.FOLDER and (why_not := cache.untrusted(path)):
         raise BuildFailed(why_not)
     if path.exists() and not _wants_extension(extension, began):
         cache.used(path)
@@ -181,7 +181,7 @@ def _extension(compiler: Compiler, library: Path, extension: Path, log: Path) ->
 
 def make_prebuilt() -> Path:
     """Compile the library and the extension for a wheel: see wheel/wheel_build.py."""
-    library = prebuilt.FOLDER / prebuilt.LIBRARY
+    library = cache.FOLDER / cache.LIBRARY
     extension = _extension_path(library)
     library.parent.mkdir(exist_ok=True)
     log = Path(tempfile.gettempdir(), "fcoll-wheel.log")
@@ -189,7 +189,7 @@ def make_prebuilt() -> Path:
         _library(compiler, library, log, extension is not None)
         if extension:
             _extension(compiler, library, extension, log)
-    (library.parent / "made_for.txt").write_text(prebuilt.made_for(torch.__version__))
+    (library.parent / "made_for.txt").write_text(cache.made_for(torch.__version__))
     return library
 
 
