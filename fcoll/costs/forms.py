@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fcoll.costs.machine import Form, Link, Machine
+from fcoll.costs.machine import Form, Link, Machine, least, log2, most, sqrt
 from fcoll.table.row import Collective, Expr
-from fcoll.table.wire import least, log2, most, sqrt
 
 
 def moved_us(nbytes: Expr, link: Link) -> Expr:

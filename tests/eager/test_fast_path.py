@@ -488,4 +488,4 @@ def without_headers(rank):
 
 def test_without_headers_shared_memory_still_serves():
     done = launch(without_headers, 2, env=NATIVE)
-    assert done.results == [([2.0] * 3, "shared memory", "NoFastPath")] * 2, done.errors
+    assert done.results == [([2.0] * 3, "shared memory", "NoneType")] * 2, done.errors
