@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import BadOption, DataDependent, UntraceableDDP, ran
@@ -378,7 +379,7 @@ class _Step:
 
     def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
         """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
-        if any(map(_torch.is_ddp, self.found.modules)):
+        if any(isinstance(m, DistributedDataParallel) for m in self.found.modules):
             return plugin("reducers").traced(self.found.modules, recorder.notes)
         return traceable_reducers()
 
