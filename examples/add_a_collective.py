@@ -12,8 +12,7 @@ import fcoll
 from fcoll.groups import by_name, check_device
 from fcoll.table import shapes, wire
 from fcoll.table.row import Call
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import issued
+from fcoll.transport.carriers import carrier_of, issued
 
 
 def check(input: Tensor, group_name: str) -> None:

@@ -185,9 +185,9 @@ def __dir__() -> list[str]:
 
 def _register() -> None:
     """What others find by themselves: the ops, kernels for torch's ops, the name of the backend,
-    what Dynamo is told."""
+    what torch's compiler is told."""
     import fcoll_backend
-    from fcoll import _torch, functions, symm_mem  # noqa: F401
+    from fcoll import _torch, functions, plugins, symm_mem  # noqa: F401
     from fcoll.ranks.patches import Patches
 
     def know_dynamo() -> None:
@@ -195,6 +195,8 @@ def _register() -> None:
 
     fcoll_backend.register()
     when_imported(_torch.TRACES_FUNCTIONS, know_dynamo)
+    when_imported(_torch.PARTITIONER, lambda: plugins.call("partitioner"))
+    when_imported(_torch.COMPILER, lambda: plugins.call("compiler"))
 
 
 # All others import torch, in the middle of which what is registered would import them.

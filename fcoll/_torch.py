@@ -265,8 +265,10 @@ def at_trace_time(fn: F) -> F:
     return fn
 
 
-#: The module of Dynamo that this is to be called for as soon as it is imported.
+#: Modules of torch's compiler that are to know of fcoll as soon as they are imported.
 TRACES_FUNCTIONS = "torch._dynamo.symbolic_convert"
+PARTITIONER = "torch._functorch.partitioners"
+COMPILER = "torch._inductor.compile_fx"
 
 
 def no_guards_on_globals_of(package: str) -> tuple[Any, str, Callable[[Any], Any]]:

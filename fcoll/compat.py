@@ -32,12 +32,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch, functions, groups
-from fcoll.eager.async_tensor import AsyncCollectiveTensor, Pending, _Wrap, in_flight
+from fcoll.eager.async_tensor import AsyncCollectiveTensor, Pending, _Wrap
+from fcoll.eager.dispatch import returned
 from fcoll.errors import NotInGroup, UnknownGroup
 from fcoll.reductions import REDUCTIONS
 from fcoll.source import user_sites
+from fcoll.transport.carriers import Then, issued
 from fcoll.transport.messages import PLAIN
-from fcoll.transport.protocol import Then, issued
 
 _THEIRS = _torch.FUNCTIONAL_COLLECTIVES
 
@@ -129,7 +130,7 @@ def _always_async(out: Any) -> Any:
 
 def _maybe_wrap_tensor(self):
     wrapped = isinstance(self, AsyncCollectiveTensor)
-    return self if wrapped else _always_async(in_flight(self, "collective"))
+    return self if wrapped else _always_async(returned(self, "collective"))
 
 
 def _wrap_tensor_autograd(input):
@@ -343,7 +344,7 @@ def _peer(arg: str, name: str, rank: int | None, group_rank: int = -1) -> int:
 
 def _sent(token: Any) -> Any:
     # a trace must not wait here: two ranks that send to each other would both wait for ever
-    return token if _are_we_tracing() else in_flight(token, "isend")
+    return token if _are_we_tracing() else returned(token, "isend")
 
 
 def _received(into: Any, new: Any) -> Any:
@@ -352,7 +353,7 @@ def _received(into: Any, new: Any) -> Any:
         return into.copy_(functions.wait_tensor(new))
     into = into.trigger_wait() if isinstance(into, AsyncCollectiveTensor) else into
     fill = Then((), lambda: into.data.copy_(functions.wait_tensor(new)))
-    return in_flight(issued(into, fill), "irecv")
+    return returned(issued(into, fill), "irecv")
 
 
 def isend_inplace(tensor, dst, tag=0, group=None, group_dst=-1):

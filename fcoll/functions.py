@@ -19,8 +19,8 @@ from fcoll import _torch
 from fcoll.eager import arguments, dispatch
 from fcoll.eager import ops as _ops  # noqa: F401  it defines torch.ops.fcoll
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
-from fcoll.eager.async_tensor import AsyncCollectiveTensor, in_flight
-from fcoll.eager.dispatch import collective, is_refused, start
+from fcoll.eager.async_tensor import AsyncCollectiveTensor
+from fcoll.eager.dispatch import collective, is_refused, returned, start
 from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.exchange import check_even_splits
@@ -51,8 +51,9 @@ __all__ = [
 
 
 def _fast(group: GroupLike) -> Any:
-    """The functions of the C++ fast path; on a group without shared memory, none that serve."""
-    return build.no_fast_path if refused and is_refused(group) else build.fast
+    """The functions of the C++ fast path; None where there are none, or the group is known to have
+    no shared memory."""
+    return None if refused and is_refused(group) else build.fast
 
 
 def _positive(dim: int, x: Tensor) -> int:
@@ -73,7 +74,7 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
-    if not is_compiling() and build.fast.wait_tensor(x) is x:
+    if not is_compiling() and build.fast and build.fast.wait_tensor(x) is x:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
@@ -102,8 +103,8 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
-    if factor is None and not is_compiling():
-        out = _fast(group).all_reduce(x, op, group, grad)
+    if factor is None and not is_compiling() and (fast := _fast(group)):
+        out = fast.all_reduce(x, op, group, grad)
         if out is not NotImplemented:
             return out
     x, op = arguments.scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
@@ -123,8 +124,8 @@ def all_gather_into_tensor(
     >>> fcoll.all_gather_into_tensor(x, dim=1).shape == (2, 3 * n)
     True
     """
-    if sizes is None and not is_compiling():
-        out = _fast(group).all_gather_into_tensor(x, group, dim)
+    if sizes is None and not is_compiling() and (fast := _fast(group)):
+        out = fast.all_gather_into_tensor(x, group, dim)
         if out is not NotImplemented:
             return out
     op = "all_gather_into_tensor"
@@ -152,8 +153,8 @@ def reduce_scatter_tensor(
     >>> torch.equal(fcoll.reduce_scatter_tensor(x), fcoll.all_reduce(x).chunk(n)[rank])
     True
     """
-    if sizes is None and factor is None and not is_compiling():
-        out = _fast(group).reduce_scatter_tensor(x, op, group, dim)
+    if sizes is None and factor is None and not is_compiling() and (fast := _fast(group)):
+        out = fast.reduce_scatter_tensor(x, op, group, dim)
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor"
@@ -176,8 +177,8 @@ def all_to_all_single(
     >>> torch.equal(fcoll.all_to_all_single(x), torch.arange(n) * 10 + rank)
     True
     """
-    if not is_compiling():
-        out = _fast(group).all_to_all_single(x, group, output_splits, input_splits)
+    if not is_compiling() and (fast := _fast(group)):
+        out = fast.all_to_all_single(x, group, output_splits, input_splits)
         if out is not NotImplemented:
             return out
     op = "all_to_all_single"
@@ -200,8 +201,8 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
     >>> fcoll.broadcast(torch.tensor(float(rank)), src=0).item()
     0.0
     """
-    if not is_compiling():
-        out = _fast(group).broadcast(x, src, group)
+    if not is_compiling() and (fast := _fast(group)):
+        out = fast.broadcast(x, src, group)
         if out is not NotImplemented:
             return out
     x, src = arguments.tensor("broadcast", x), integer("broadcast", "src", src)
@@ -313,7 +314,7 @@ def isend(x: Tensor, dst: int, group: GroupLike = None, tag: int = 0) -> Tensor:
     name = group_name(group)
     token = start("isend", x, dst, tag, name)
     # a trace must not wait here: two ranks that send to each other would both wait for ever
-    return token if _torch.tracing() else in_flight(token, "isend")
+    return token if _torch.tracing() else returned(token, "isend")
 
 
 def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tensor:
@@ -324,7 +325,7 @@ def irecv(like: Tensor, src: int, group: GroupLike = None, tag: int = 0) -> Tens
     like = arguments.tensor("irecv", like, "like")
     src, tag = integer("irecv", "src", src), _tag("irecv", tag)
     name = group_name(group)
-    return in_flight(start("irecv", like, src, tag, name), "irecv")
+    return returned(start("irecv", like, src, tag, name), "irecv")
 
 
 def batch_p2p(
@@ -347,12 +348,12 @@ def batch_p2p(
     peers = [t[2] for t in given]
     args = (ops, peers, [tag] * len(ops), tensors, name)
     outs = start("batch_p2p_ops", *args)
-    return [in_flight(x, "batch_p2p") for x in outs]
+    return [returned(x, "batch_p2p") for x in outs]
 
 
 def barrier(group: GroupLike = None) -> None:
     """Return when all ranks of the group have called it."""
-    if not is_compiling() and _fast(group).barrier(group) is None:
+    if not is_compiling() and (fast := _fast(group)) and fast.barrier(group) is None:
         return
     torch.ops.fcoll.wait_tensor(start("barrier", group_name(group)))
 
@@ -371,8 +372,8 @@ def all_reduce_coalesced(
     >>> a.shape, b.mean().item() == n
     (torch.Size([2]), True)
     """
-    if factor is None and not is_compiling():
-        out = _fast(group).all_reduce_coalesced(xs, op, group, grad)
+    if factor is None and not is_compiling() and (fast := _fast(group)):
+        out = fast.all_reduce_coalesced(xs, op, group, grad)
         if out is not NotImplemented:
             return out
     me = "all_reduce_coalesced"
@@ -385,8 +386,8 @@ def all_gather_into_tensor_coalesced(
     xs: Sequence[Tensor], group: GroupLike = None, dim: int | Sequence[int] = 0
 ) -> list[Tensor]:
     """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if not is_compiling():
-        out = _fast(group).all_gather_into_tensor_coalesced(xs, group, dim)
+    if not is_compiling() and (fast := _fast(group)):
+        out = fast.all_gather_into_tensor_coalesced(xs, group, dim)
         if out is not NotImplemented:
             return out
     op = "all_gather_into_tensor_coalesced"
@@ -403,8 +404,8 @@ def reduce_scatter_tensor_coalesced(
     factor: float | None = None,
 ) -> list[Tensor]:
     """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if factor is None and not is_compiling():
-        out = _fast(group).reduce_scatter_tensor_coalesced(xs, op, group, dim)
+    if factor is None and not is_compiling() and (fast := _fast(group)):
+        out = fast.reduce_scatter_tensor_coalesced(xs, op, group, dim)
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor_coalesced"

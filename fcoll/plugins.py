@@ -12,13 +12,20 @@ import pkgutil
 from typing import Any
 
 PLUGINS = {
-    # An op of fcoll is being traced: have stock Inductor and AOTAutograd's partitioner know it.
-    "traced": "inductor_ext.stock.teach:teach",
+    # Parts of torch's compiler have been imported: have them know fcoll's ops.
+    "partitioner": "inductor_ext.stock.teach:teach_partitioner",
+    "compiler": "inductor_ext.stock.teach:teach_inductor",
     # `fcoll calibrate` runs: measure also what the compiler decides by.
     "calibrate": "inductor_ext.one_shot_calibration:calibrate_one_shot",
-    # torch's DistributedDataParallel is traced: put a reducer there that can be (tracing/ddp.py).
+    # torch's DistributedDataParallel is traced: put a reducer there that can be.
     "reducers": "fcoll.training.traceable_ddp:REDUCERS",
 }
+
+
+def call(name: str) -> None:
+    """Call what an occasion calls for, if it is installed."""
+    if (found := plugin(name)) is not None:
+        found()
 
 
 @functools.cache

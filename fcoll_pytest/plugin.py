@@ -47,9 +47,9 @@ class World:
         except fcoll.errors.RankFailed as error:
             if isinstance(error.__cause__, (pytest.skip.Exception, pytest.xfail.Exception)):
                 raise error.__cause__ from None
-            from fcoll.tracing import singletons
+            from fcoll.ranks.isolation import singletons_hint
 
-            if told := singletons.hint():
+            if told := singletons_hint():
                 error.add_note(told)
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from fcoll.table.collectives import COLLECTIVES
@@ -60,3 +61,14 @@ def test_few_files_name_a_collective():
     """By its own name or by one of torch's c10d names."""
     found = naming("all_gather_into_tensor", "_?allgather_base_?", "allgather_into_tensor\\w*")
     assert len(found) <= 26, "\n".join(sorted(found))
+
+
+CORE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+CORE += ("all_to_all_single", "broadcast")
+
+
+def test_few_files_name_most_core_collectives():
+    """All others read the table. A derived name, as all_reduce_, is another word."""
+    named = Counter(path for name in CORE for path in naming(rf"(?<!_){name}(?!_)"))
+    lists = sorted(path for path, times in named.items() if times >= 4)
+    assert len(lists) <= 12, "\n".join(lists)

@@ -58,6 +58,7 @@ def test_torch_does_not_know_that_it_was_waited_for():
         "assert type(torch.__loader__) is type(torch.__spec__.loader) is type(pkgutil.__loader__)\n"
         "assert fcoll.all_reduce is fcoll.functions.all_reduce\n"
         "import torch._dynamo.symbolic_convert as dynamo\n"
+        "import torch._functorch.partitioners, torch._inductor.compile_fx\n"
         "assert sys.meta_path == before\n"
         "assert dynamo.is_stdlib(fcoll.functions) and not dynamo.is_stdlib(torch)\n"
     )

@@ -20,11 +20,12 @@ from typing import Any
 from fcoll.checking.kinds import Kinds, find_kinds, moved, witnesses
 from fcoll.checking.membership import groups_meet
 from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
-from fcoll.checking.provenance import origins_of
+from fcoll.checking.provenance import Origins, origins_of
 from fcoll.checking.simulated_run import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe, why_none, with_sizes
 from fcoll.graph.nodes import is_start, is_used, is_wait, start_of, waits_of
+from fcoll.graph.symbolic_sizes import has_symbols
 from fcoll.simulation.rank_settings import isolated
 from fcoll.tracing.equivalent_ranks import Alike
 from fcoll.tracing.peers import Board
@@ -142,7 +143,9 @@ def check(
     tell = progress or (lambda done, of: None)
     if values:
         check_size(axes)
-    board = Board(build, axes, mode, given or {}, isolate=isolated(isolate, "check"))
+    board = Board(build, axes, mode, given or {})
+    if isolate is not None:
+        board.isolate = isolated(isolate, "check")
     ways, decided = _all_ways(board, lambda: _proved(board, ranks, size, tell))
     most = max(ways, key=lambda way: way.calls)
     ran = run_on_ranks(build, axes, board.mode, isolate, progress) if values else Ran()
@@ -180,7 +183,8 @@ def _proved(board: Board, ranks: Iterable[int] | str | None, size: int, tell: Pr
         # Some ranks run a backward pass: those that do not have forgotten it, and get none.
         board.mode = "forward"
         traced, programs, complete = _traced(board, ranks, size, tell)
-    groups_meet(programs)
+    if any(program.new_groups for program in programs.values()):
+        groups_meet(programs)
     known = Known(programs)
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
@@ -303,12 +307,14 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
     calls = traced.collectives
     if board.sizes:
         calls = tuple(with_sizes(call, traced.taken) for call in calls)
+    read = any(has_symbols((call.shapes, call.args)) for call in calls)
+    origins = origins_of(traced.graph_module.graph, calls, rank) if read else Origins()
     return Program(
         rank,
         calls,
         _events(traced),
         tuple(_findings(traced)),
-        origins_of(traced.graph_module.graph, calls, rank),
+        origins,
         traced.notes,
         traced.own_backward,
         traced.new_groups,

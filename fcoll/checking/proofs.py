@@ -7,12 +7,14 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from fcoll.checking.provenance import GroupKey, Origins, call_keys, group_of, has_symbols
+from fcoll.checking.provenance import Origins, call_keys
 from fcoll.checking.size_comparison import Sizes, apart, differ
 from fcoll.errors import CheckMismatch, Deadlock, UnmatchedTransfer
-from fcoll.graph.issued import SPLITS, Issued, describe, messages_of
+from fcoll.graph.issued import SPLITS, GroupKey, Issued, describe, messages_of
+from fcoll.graph.symbolic_sizes import has_symbols
 from fcoll.tracing.fake_world import NewGroup
 
 
@@ -32,7 +34,7 @@ class Transfer:
     def lane(self) -> tuple[Any, ...]:
         """Messages on a lane arrive in the order they are sent in."""
         ends = (self.me, self.peer) if self.sends else (self.peer, self.me)
-        return group_of(self.call), *ends, self.tag
+        return self.call.group_key, *ends, self.tag
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ class Known:
     or from what it follows; each line of the program is named once."""
 
     def __init__(self, programs: dict[int, Program]) -> None:
-        self.programs, self.sizes = programs, Sizes(programs)
+        self.programs = programs
         self._notes: dict[Any, str] = {}
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return Sizes(self.programs)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -74,9 +80,9 @@ class Known:
         """Sizes in nested lists as tuples, in terms that all ranks share."""
         if isinstance(x, (list, tuple)):
             return tuple(self.common(part, rank) for part in x)
-        if type(x) is int or has_symbols(x):
+        if has_symbols(x):
             return self.sizes.common(x, rank)
-        return repr(x)
+        return x if type(x) is int else repr(x)
 
     def not_compared(self, call: Issued, what: str) -> None:
         text = f"not compared: {what} of {call.op} at {call.source}, which only a run knows"
@@ -123,7 +129,7 @@ def same_calls(programs: dict[int, Program], known: Known) -> int:
     for rank, program in programs.items():
         for call in program.calls:
             if not is_transfer(call):
-                by_group[group_of(call)].setdefault(rank, []).append(call)
+                by_group[call.group_key].setdefault(rank, []).append(call)
     for key, lists in by_group.items():
         members = {r: lists.get(r, []) for r in key[0] if r in programs}
         _compare(members, known)
@@ -358,7 +364,7 @@ class _Run:
             for transfer, _ in self.place[rank][call.id]:
                 self.started[transfer.sends, transfer.lane] += 1
         else:
-            self.entered[rank, group_of(call)] += 1
+            self.entered[rank, call.group_key] += 1
         return True
 
     def blockers(self, rank: int) -> list[int]:
@@ -374,7 +380,7 @@ class _Run:
             return [t.peer for t, k in there if self.started[not t.sends, t.lane] < k]
         if kind == "wait":
             return []
-        key = group_of(call)
+        key = call.group_key
         mine = self.entered[rank, key]
         members = [r for r in key[0] if r in self.programs]
         return [r for r in members if self.entered[r, key] < mine]

@@ -25,12 +25,11 @@ from torch.fx.node import map_arg
 
 from fcoll.graph import _torch
 from fcoll.graph.aliasing import Memory
-from fcoll.graph.issued import SPLITS, Issued
+from fcoll.graph.issued import SPLITS, GroupKey, Issued
 from fcoll.graph.nodes import arguments, is_wait, row_of_node
 
 Term = tuple[Any, ...]
 Terms = Any  # an array of terms, or a list of arrays
-GroupKey = tuple[tuple[int, ...], int]  # its ranks, and which of the groups with these ranks
 CallKey = tuple[GroupKey, int]  # and which call on it
 
 MOST_ELEMENTS = 2**16  # of a tensor that is followed: the counts of 256 ranks for one another
@@ -46,8 +45,6 @@ class Origins:
 
 def origins_of(graph: Graph, calls: tuple[Issued, ...], rank: int) -> Origins:
     """The origins of the symbols of a trace, and of the integers that it sends to other ranks."""
-    if not any(has_symbols((call.shapes, call.args)) for call in calls):
-        return Origins()
     elements = _Elements(graph, calls, rank)
     symbols: dict[str, Term] = {}
     sent: dict[CallKey, tuple[Term, ...]] = {}
@@ -61,27 +58,14 @@ def origins_of(graph: Graph, calls: tuple[Issued, ...], rank: int) -> Origins:
     return Origins(symbols, sent)
 
 
-def has_symbols(x: Any) -> bool:
-    """Is there a size that only a run knows, in nested lists and dicts?"""
-    if isinstance(x, dict):
-        return has_symbols(list(x.values()))
-    if isinstance(x, (list, tuple)):
-        return any(map(has_symbols, x))
-    return bool(getattr(x, "free_symbols", None))
-
-
-def group_of(call: Issued) -> GroupKey:
-    return call.ranks, call.instance
-
-
 def call_keys(calls: Iterable[Issued]) -> dict[str, CallKey]:
     """Which call on its group each collective is, by the name of the node that starts it."""
     counts: Counter[GroupKey] = Counter()
     keys: dict[str, CallKey] = {}
     for call in calls:
         if not call.row.is_p2p:
-            keys[call.start] = group_of(call), counts[group_of(call)]
-            counts[group_of(call)] += 1
+            keys[call.start] = call.group_key, counts[call.group_key]
+            counts[call.group_key] += 1
     return keys
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import sympy
 
-from fcoll.checking.provenance import Origins, Term, add, has_symbols
+from fcoll.checking.provenance import Origins, Term, add
+from fcoll.graph.symbolic_sizes import has_symbols
 
 
 class HasOrigins(Protocol):

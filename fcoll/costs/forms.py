@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fcoll.costs.machine import Form, Link, Machine
-from fcoll.costs.numbers import least, log2, most, sqrt
+from fcoll.costs.machine import Form, Link, Machine, least, log2, most, sqrt
 from fcoll.table.row import Collective, Expr
 
 

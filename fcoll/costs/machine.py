@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fcoll.costs.numbers import log2, most, ratio
+import sympy
+
 from fcoll.errors import BadMachineFile, BadOption, NotCalibrated, UnknownMachine
 from fcoll.table.row import Expr
 
@@ -278,3 +279,36 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# -- arithmetic of prices, on numbers and sympy expressions alike ---
+
+
+def is_symbolic(x: Expr) -> bool:
+    return isinstance(x, sympy.Basic) and not x.is_number
+
+
+def log2(n: Expr) -> Expr:
+    return sympy.log(n) / sympy.log(2) if isinstance(n, sympy.Basic) else math.log2(n)
+
+
+def sqrt(x: Expr) -> Expr:
+    return sympy.sqrt(x) if isinstance(x, sympy.Basic) else math.sqrt(x)
+
+
+def ratio(a: Expr, b: Expr) -> Expr:
+    """a / b, exact where an expression is made of whole numbers."""
+    whole = isinstance(a, int) and isinstance(b, int)
+    return sympy.Rational(a, b) if whole and a % b else a / b
+
+
+def least(*values: Expr) -> Expr:
+    if any(is_symbolic(v) for v in values):
+        return sympy.Min(*values, evaluate=False)  # comparing them takes sympy seconds
+    return min(values)
+
+
+def most(*values: Expr) -> Expr:
+    if any(is_symbolic(v) for v in values):
+        return sympy.Max(*values, evaluate=False)
+    return max(values)

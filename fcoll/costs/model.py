@@ -25,8 +25,7 @@ from typing import Any
 import sympy
 
 from fcoll.costs.forms import forms_us, library_forms
-from fcoll.costs.machine import Machine
-from fcoll.costs.numbers import is_symbolic, least, most, ratio
+from fcoll.costs.machine import Machine, is_symbolic, least, most, ratio
 from fcoll.errors import MissingSize
 from fcoll.table.collectives import COLLECTIVES, single_row
 from fcoll.table.row import Collective, Expr

@@ -177,9 +177,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def in_flight(x: Tensor, op: str) -> Tensor:
-    """The result of a public function: async in eager, waited for in a trace."""
-    if _torch.tracing() or _torch.transforming(x):
-        return torch.ops.fcoll.wait_tensor(x)
+    """The result of an eager call: async, if it is not complete."""
     if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
         return x
     pending = Pending(op, user_sites(), reported=False)

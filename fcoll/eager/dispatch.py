@@ -24,6 +24,7 @@ and the Python kernels that it finds for autograd would be nine tenths.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,9 +112,14 @@ def result(name: str, n: int, out: Any) -> Any:
     """Async in eager, waited for in a trace."""
     if n == 1:
         return out
-    if isinstance(out, Tensor):
-        return in_flight(out, name)
-    return [in_flight(x, name) for x in out]
+    return returned(out, name) if isinstance(out, Tensor) else [returned(x, name) for x in out]
+
+
+def returned(x: Tensor, op: str) -> Tensor:
+    """The same for the result of any call."""
+    if _torch.tracing() or _torch.transforming(x):
+        return torch.ops.fcoll.wait_tensor(x)
+    return in_flight(x, op)
 
 
 # -- without the dispatcher ---
@@ -156,7 +162,7 @@ def wait(x: Tensor) -> Tensor:
     """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
     if is_compiling() or not _torch.plain(x):
         return torch.ops.fcoll.wait_tensor(x)
-    if build.fast.wait_tensor(x) is x:
+    if build.fast and build.fast.wait_tensor(x) is x:
         return x
     try:
         _torch.wait_plain(x)
@@ -176,10 +182,6 @@ def identity(x: Tensor, group_name: str) -> Tensor:
 # -- callbacks of the C++ fast path: look up a group, wrap a result, translate an error ---
 
 
-def _world() -> Any:
-    return dist.group.WORLD
-
-
 def _name_of_mesh(group: Any) -> str | None:
     """The name of a mesh's group; None if it is not a mesh, which the fast path does not serve."""
     mesh = group[0] if isinstance(group, tuple) and group else group
@@ -191,4 +193,5 @@ def _error(message: str) -> Exception:
     return from_native(RuntimeError(message))
 
 
+_world = partial(getattr, dist.group, "WORLD")
 build.when_loaded(lambda fast: fast.set_callbacks(_world, _name_of_mesh, in_flight, _error))

@@ -23,6 +23,8 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from fcoll.transport.messages import PLAIN
 
+GroupKey = tuple[tuple[int, ...], int]  # its ranks, and which of the groups with these ranks
+
 SHOWN = 4  # ranks of a group without a name
 
 
@@ -51,6 +53,10 @@ class Issued:
     @property
     def n(self) -> int:
         return len(self.ranks)
+
+    @property
+    def group_key(self) -> GroupKey:
+        return self.ranks, self.instance
 
     @property
     def row(self) -> Collective:

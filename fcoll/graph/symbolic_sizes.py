@@ -31,6 +31,15 @@ def values_of(size: Any) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def has_symbols(x: Any) -> bool:
+    """Is there a size that only a run knows, in nested lists and dicts?"""
+    if isinstance(x, dict):
+        return has_symbols(list(x.values()))
+    if isinstance(x, (list, tuple)):
+        return any(map(has_symbols, x))
+    return bool(getattr(x, "free_symbols", None))
+
+
 SHOWN = 12  # symbols that an error names
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import form_of, times_by_form
+from fcoll.table.collectives import COLLECTIVES
 from fcoll.units import show_bytes, show_us, table
 
-OPS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+#: The collectives that C++ carries out, in which every rank has a part.
+OPS = [name for name, row in COLLECTIVES.items() if row.native.kernel and "src" not in row.position]
 SIZES = (*(1 << k for k in range(10, 31, 4)), 1 << 32)
 
 

@@ -31,7 +31,7 @@ from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.work import SimulatedWork
 from fcoll.source import user_sites
 from fcoll.table.c10d import OPS, Op, one
-from fcoll.transport.protocol import Then
+from fcoll.transport.carriers import Then
 
 # what the ranks of a group to be wait for one another in
 MAKE_GROUPS = ("new_group", "init_process_group", "split_group")

@@ -19,8 +19,7 @@ from fcoll.table.layout import chunks, concat, flat
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Shape, Sizes, declare, torch_ops
 from fcoll.table.shapes import same
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import issued
+from fcoll.transport.carriers import carrier_of, issued
 
 # -- all_to_all_single ---
 

@@ -17,8 +17,7 @@ from fcoll.table.layout import concat, contiguous_parts, flat, padded, resized
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
 from fcoll.table.shapes import gathered, same, scattered
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import issued
+from fcoll.transport.carriers import carrier_of, issued
 
 
 def _own_dim(args: Mapping[str, Any]) -> int | None:

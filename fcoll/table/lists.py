@@ -25,8 +25,8 @@ from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 from fcoll.table.row import Call, Collective, Native, Sizes, by_name, each, torch_ops
 from fcoll.table.shapes import gathered
 from fcoll.table.stacks import Args
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import Finish, Then, issued
+from fcoll.transport.carriers import Then, carrier_of, issued
+from fcoll.transport.protocol import Finish
 
 
 def _coalesced(row: Collective, run: Callable[..., Any]) -> Collective:

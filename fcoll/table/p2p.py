@@ -15,9 +15,9 @@ from fcoll.table.checks import check_list, check_rank
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Collective, Native, Shape, declare, torch_ops
 from fcoll.table.shapes import nothing, same
-from fcoll.transport.carriers import carrier_of, carrier_of_pairs
+from fcoll.transport.carriers import Then, carrier_of, carrier_of_pairs, issued
 from fcoll.transport.messages import PLAIN, TAGS
-from fcoll.transport.protocol import Then, Transfer, issued
+from fcoll.transport.protocol import Transfer
 
 
 def _no_gradient(grad: object, a: Call) -> Tensor:

@@ -17,8 +17,7 @@ from fcoll.table.layout import chunks
 from fcoll.table.partition import Partition
 from fcoll.table.row import Call, Native, Sizes, declare, each, torch_ops
 from fcoll.table.shapes import same, scattered
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import issued
+from fcoll.transport.carriers import carrier_of, issued
 
 GRADS = ("sum", "identity")
 

@@ -20,8 +20,8 @@ from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST, run_all_gather
 from fcoll.table.lists import ALL_REDUCE_COALESCED, all_reduce_into
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR, run_reduce_scatter
 from fcoll.table.row import Call, Collective, Native, by_name
-from fcoll.transport.carriers import carrier_of
-from fcoll.transport.protocol import Started, issued
+from fcoll.transport.carriers import carrier_of, issued
+from fcoll.transport.protocol import Started
 
 
 def _no_gradient(grad: object, a: Call) -> Tensor:

@@ -1,21 +1,28 @@
-"""A DeviceMesh of any size over groups that communicate nothing: no processes, no data."""
+"""A DeviceMesh of any size over groups that communicate nothing: no processes, no data. What a
+rank must hear from others before its step can be traced, it finds where they left it."""
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from fcoll._torch import fake_mesh, fresh_world
-from fcoll.errors import BadMesh, NotOnSimulatedRanks
+from fcoll.errors import BadMesh, NeedsPeers, NotOnSimulatedRanks
 from fcoll.groups import on_simulated_rank
+from fcoll.plugins import plugin
 from fcoll.ranks.patches import patched, torchrun_variables
-from fcoll.tracing import ddp
+from fcoll.source import user_line as program_line
 from fcoll.tracing._torch import all_groups_fake, around_axes, around_new_groups
 from fcoll.tracing.values import user_line
 
@@ -55,7 +62,7 @@ class fake_world:
             if not torch.cuda.is_available():  # Megatron's layers make buffers there
                 names = {"current_device": lambda: torch.device(self.device)}
                 stack.enter_context(patched("a fake world", torch.cuda, names))
-            stack.enter_context(ddp.made())
+            stack.enter_context(traceable_reducers())
             stack.enter_context(torchrun_variables(self.size, self.rank))
             mesh = self._mesh()
             _active.append(self)
@@ -71,6 +78,30 @@ class fake_world:
         desc = f"mesh_{spans}" if spans else "default_pg"
         names = {name: name for name in ("world", *self.axes)}
         return fake_mesh(self.axes, self.rank, self.device, names, desc)
+
+
+@contextmanager
+def traceable_reducers() -> Iterator[None]:
+    """Inside, a DistributedDataParallel that is made has a reducer that can be traced, which
+    fcoll.training brings (plugins.py) when this thread makes the first one."""
+    thread, brought = threading.get_ident(), False
+    with ExitStack() as stack:
+
+        def bringing(method: Any) -> Any:
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal brought
+                if not brought and threading.get_ident() == thread:
+                    brought = True
+                    stack.enter_context(plugin("reducers").made())
+                return method(*args, **kwargs)
+
+            return call
+
+        ddp = DistributedDataParallel
+        make_one = {name: bringing(getattr(ddp, name)) for name in ("__init__", "__setstate__")}
+        stack.enter_context(patched("a fake world", ddp, make_one))
+        yield
 
 
 @dataclass(frozen=True)
@@ -114,3 +145,64 @@ def axes_asked_for() -> Iterator[set[str]]:
 def current_axes() -> dict[str, int]:
     """The axes of the innermost fake world, none outside."""
     return dict(_active[-1].axes) if _active else {}
+
+
+# -- what ranks tell one another while they are traced, since groups communicate nothing ---
+
+Key = tuple[Any, ...]
+
+_exchanges: list[PeerValues] = []
+
+
+class Published(BaseException):
+    """A rank has published what was wanted of it: it need not go on. No program catches it."""
+
+
+class Requested(BaseException):
+    """A rank needs what has not been published yet."""
+
+    def __init__(self, key: Key, rank: int, source: int, what: str) -> None:
+        super().__init__(what)
+        self.key, self.rank, self.source, self.what = key, rank, source, what
+
+
+@dataclass
+class PeerValues:
+    """One run of a rank: what others have published, and what it is run for, if not for itself."""
+
+    published: dict[Key, Any]
+    wanted: Key | None = None
+    counts: Counter[Key] = field(default_factory=Counter)  # the same is published once for each use
+
+    def key(self, about: Key, mine: bool) -> Key:
+        self.counts[mine, about] += 1
+        return *about, self.counts[mine, about]
+
+
+@contextmanager
+def exchanging(values: PeerValues) -> Iterator[None]:
+    _exchanges.append(values)
+    try:
+        yield
+    finally:
+        _exchanges.pop()
+
+
+def publish(about: Key, value: Any) -> None:
+    """Tell another rank; ``about`` is what both call it."""
+    if not _exchanges:
+        return
+    key = _exchanges[-1].key(about, mine=True)
+    _exchanges[-1].published[key] = value
+    if key == _exchanges[-1].wanted:
+        raise Published
+
+
+def request(about: Key, source: int, what: str) -> Any:
+    """What a rank, by its global number, has published."""
+    if not _exchanges:
+        raise NeedsPeers(what=what, rank=source, line=program_line() or "")
+    key = _exchanges[-1].key(about, mine=False)
+    if key not in _exchanges[-1].published:
+        raise Requested(key, dist.get_rank(), source, what)
+    return _exchanges[-1].published[key]

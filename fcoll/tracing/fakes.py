@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from fcoll.source import is_library
 from fcoll.table.collectives import row_of
 from fcoll.tracing import _torch
-from fcoll.tracing.pipelines import is_of_pipeline
 from fcoll.tracing.shape_rules import lacks_dtype
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
@@ -55,10 +55,17 @@ def reachable(*roots: Any) -> Found:
                 todo.append((None, None, inner))
                 continue
             found.optimizers.append(x)
-        elif is_of_pipeline(x):
+        elif _is_of_pipeline(x):
             found.pipelines.append(x)
         todo.extend(_held_by(x))
     return found
+
+
+def _is_of_pipeline(x: Any) -> bool:
+    """Is it a schedule, a stage or a part of one?"""
+    return type(x).__module__.startswith("torch.distributed.pipelining.") and not isinstance(
+        x, (torch.nn.Module, Enum)
+    )
 
 
 def _add_tensor(found: Found, holder: Any, key: Any, x: Tensor, name: str) -> None:
@@ -109,7 +116,7 @@ def _held_by(x: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((None, None, child) for child in x.children())
     elif isinstance(x, torch.optim.Optimizer):
         yield from ((None, None, y) for y in (x.param_groups, dict(x.state)))
-    elif hasattr(x, "__dict__") and (is_of_pipeline(x) or not is_library(_file_of(type(x)))):
+    elif hasattr(x, "__dict__") and (_is_of_pipeline(x) or not is_library(_file_of(type(x)))):
         yield from ((vars(x), k, v) for k, v in list(vars(x).items()))
         if callable(x):
             yield None, None, type(x).__call__

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.tracing import peer_values
+from fcoll.tracing.fake_world import publish, request
 from fcoll.tracing.values import user_line
 
 NOMINAL_BYTES = 1024  # of an object; only a run knows them
@@ -124,7 +124,7 @@ def send_object_list(
     for part in (_sizes, _bytes):
         dist.send(part(len(object_list)), group=group, group_dst=to)
     ranks = _ranks(group)
-    peer_values.publish(("objects", ranks[me], ranks[to]), list(object_list))
+    publish(("objects", ranks[me], ranks[to]), list(object_list))
 
 
 def recv_object_list(
@@ -141,7 +141,7 @@ def recv_object_list(
         dist.recv(part(len(object_list)), group=group, group_src=place)
     ranks = _ranks(group)
     what = "objects that it sends"
-    object_list[:] = peer_values.request(("objects", ranks[place], ranks[me]), ranks[place], what)
+    object_list[:] = request(("objects", ranks[place], ranks[me]), ranks[place], what)
     return ranks[place]
 
 
@@ -151,6 +151,6 @@ def _from(place: int, me: int, mine: list[Any] | None, group: Any) -> list[Any]:
     about = ("objects", tuple(ranks), place)
     if me == place:
         assert mine is not None
-        peer_values.publish(about, mine)
+        publish(about, mine)
         return mine
-    return peer_values.request(about, ranks[place], "objects that it sends")
+    return request(about, ranks[place], "objects that it sends")

@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fcoll.errors import Deadlock, UnmatchedTransfer, ran
-from fcoll.ranks.isolation import KNOWN, Globals
-from fcoll.tracing import singletons
+from fcoll.ranks.isolation import KNOWN, Globals, shared_dicts_put_back
 from fcoll.tracing.equivalent_ranks import Alike
-from fcoll.tracing.fake_world import fake_world, new_groups_noted
-from fcoll.tracing.peer_values import Key, PeerValues, Published, Requested, exchanging
+from fcoll.tracing.fake_world import (
+    Key,
+    PeerValues,
+    Published,
+    Requested,
+    exchanging,
+    fake_world,
+    new_groups_noted,
+)
 from fcoll.tracing.rank_queries import answering_for
 from fcoll.tracing.trace import Mode, Trace, trace
 from fcoll.tracing.values import agreeing
@@ -54,7 +60,7 @@ class Board:
     def _run(
         self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
-        world.enter_context(singletons.as_before())
+        world.enter_context(shared_dicts_put_back())
         world.enter_context(Globals(self.isolate).put_back())
         with exchanging(PeerValues(self.published, wanted)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from enum import Enum
 from itertools import permutations
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fcoll.tracing import _torch
-
-
-def is_of_pipeline(x: Any) -> bool:
-    """Is it a schedule, a stage or a part of one?"""
-    return type(x).__module__.startswith("torch.distributed.pipelining.") and not isinstance(
-        x, (torch.nn.Module, Enum)
-    )
 
 
 @contextmanager
@@ -30,9 +20,6 @@ def stages_told(
 ) -> Iterator[None]:
     """Inside, stages that first run learn shapes by say() and ask(), under pause(): what a step in
     the middle of training does not do is no part of a trace."""
-    if "torch.distributed.pipelining" not in sys.modules:
-        yield
-        return
     from torch.distributed.pipelining import schedules, stage
 
     prepare = schedules._PipelineSchedule._initialize_pp_stages

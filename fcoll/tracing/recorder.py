@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any
@@ -30,7 +30,8 @@ from fcoll.groups import Group, by_name, group_name
 from fcoll.source import current_part, is_library
 from fcoll.table.collectives import row_of
 from fcoll.table.row import Collective
-from fcoll.tracing import _torch, in_place_calls, object_collectives, peer_values, pipelines
+from fcoll.tracing import _torch, in_place_calls, object_collectives, pipelines
+from fcoll.tracing.fake_world import publish, request
 from fcoll.tracing.fakes import Results
 from fcoll.tracing.shared_values import digest_of
 from fcoll.tracing.values import user_line
@@ -457,7 +458,7 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
                 _torch.around_objects(self._objects),
-                pipelines.stages_told(self.paused, peer_values.publish, peer_values.request),
+                self._told_stages(),
             ):
                 yield self
                 left, self._pending = dict.fromkeys(self._pending.values()), {}
@@ -466,6 +467,12 @@ class Recorder(_torch.TorchDispatchMode):
         finally:
             before.remove()
             after.remove()
+
+    def _told_stages(self) -> AbstractContextManager[None]:
+        """Inside, the stages of pipelines learn their shapes, where there are pipelines."""
+        if "torch.distributed.pipelining" not in sys.modules:
+            return nullcontext()
+        return pipelines.stages_told(self.paused, publish, request)
 
     def _settle_phases(self) -> None:
         """A message that only the backward pass uses belongs to it: the gradient from a pipeline's

@@ -20,21 +20,27 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_iter, tree_map
 
 from fcoll.errors import BadOption, DataDependent, UntraceableDDP, ran
 from fcoll.graph.issued import Issued, collectives_of, why_none
 from fcoll.graph.steps import Step, input_bytes, sizes_of, steps_of
 from fcoll.graph.symbolic_sizes import born_at, by_symbol, from_text, to_text
+from fcoll.plugins import plugin
 from fcoll.source import Site, is_library, line_of
-from fcoll.tracing import _torch, ddp
+from fcoll.tracing import _torch
 from fcoll.tracing.compiled import compiled
-from fcoll.tracing.fake_world import NewGroup, current_axes, new_groups_noted
+from fcoll.tracing.fake_world import (
+    NewGroup,
+    current_axes,
+    new_groups_noted,
+    traceable_reducers,
+)
 from fcoll.tracing.fakes import Found, faked, reachable
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import CompiledRecorder, Recorder, others_paused, parts_of
-from fcoll.tracing.values import Values
-from fcoll.tracing.variants import settled
+from fcoll.tracing.values import Values, settled
 from fcoll.units import show_bytes, table
 
 Mode = Literal["joint", "compiled", "forward"]
@@ -373,7 +379,9 @@ class _Step:
 
     def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
         """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
-        return ddp.traced(self.found.modules, recorder.notes)
+        if any(isinstance(m, DistributedDataParallel) for m in self.found.modules):
+            return plugin("reducers").traced(self.found.modules, recorder.notes)
+        return traceable_reducers()
 
     def _reading(self, values: Values, recorder: Recorder) -> AbstractContextManager[None]:
         if self.mode == "compiled":

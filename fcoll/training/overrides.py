@@ -71,7 +71,7 @@ def install_overrides() -> None:
 class _Serving(threading.local):
     """Of this thread: are reducers to be ours? Simulated ranks are threads that decide alone."""
 
-    ours = False
+    ours = 0  # how many ask for it: they may end in any order
 
 
 _serving = _Serving()
@@ -82,10 +82,10 @@ def serving(ours: type) -> Iterator[None]:
     """Inside, on this thread, ``torch.distributed.Reducer(...)`` makes one of ours."""
     if dist.Reducer is not ours and not isinstance(dist.Reducer, Override):
         _torch.replace(
-            "Reducer", lambda theirs: class_of_both(theirs, ours, lambda *_: _serving.ours)
+            "Reducer", lambda theirs: class_of_both(theirs, ours, lambda *_: _serving.ours > 0)
         )
-    before, _serving.ours = _serving.ours, True
+    _serving.ours += 1
     try:
         yield
     finally:
-        _serving.ours = before
+        _serving.ours -= 1

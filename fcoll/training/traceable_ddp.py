@@ -24,10 +24,11 @@ from fcoll.training.reducer import Reducer
 
 
 class Reducers:
-    """See fcoll.tracing.ddp.Reducers."""
+    """What a trace or a fake world is told of DistributedDataParallel (fcoll/plugins.py)."""
 
     @contextmanager
     def made(self) -> Iterator[None]:
+        """Inside, modules that are wrapped get a reducer that can be traced."""
         replaced = {
             "_verify_params_across_processes": _nothing,
             "_broadcast_coalesced": _broadcast_coalesced,
@@ -37,6 +38,8 @@ class Reducers:
 
     @contextmanager
     def traced(self, modules: Iterable[nn.Module], notes: list[str]) -> Iterator[None]:
+        """The same, and modules that were wrapped before have one; notes say what its buckets
+        hold."""
         wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
         with ExitStack() as stack:
             stack.enter_context(self.made())

@@ -1,15 +1,26 @@
-"""Which carrier serves a group's tensors: threads if its ranks are simulated, shared memory where
-the group has it, else c10d."""
+"""What a call needs of carriers: which one serves its group, and to have its result wait for it.
+
+Simulated ranks are served by threads, a group by its shared memory where it has it, else by c10d.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.transport import process_group, shared_memory, threads
-from fcoll.transport.protocol import Carrier
+from fcoll.transport.native import build
+from fcoll.transport.protocol import Carrier, Finish
+
+_MAIN_THREAD = threading.main_thread().ident
 
 
 def carrier_of(g: Group, device: torch.device) -> Carrier:
@@ -23,3 +34,63 @@ def carrier_of(g: Group, device: torch.device) -> Carrier:
 def carrier_of_pairs(g: Group) -> Carrier:
     """For messages between two ranks. The others do not call, so nothing is agreed on here."""
     return threads if g.simulated else process_group
+
+
+# -- works ---
+
+
+class Then(dist.Work):
+    """Waits for its works, then runs ``finish``: once, whoever waits first.
+
+    Once, because a second wait for a gloo send waits for a second send.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Finish | None = None) -> None:
+        super().__init__()
+        self.works = works
+        self.finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        works, self.works = self.works, ()
+        failed = [error for work in works if (error := _failure(work, timeout))]
+        if failed:
+            raise failed[0]
+        finish, self.finish = self.finish, None
+        if finish:
+            with torch.no_grad():
+                finish()
+        return True
+
+    def registered_for(self, out: Tensor) -> None:
+        for work in self.works:
+            tell(work, out)
+
+
+def tell(work: dist.Work, out: Tensor) -> None:
+    """Tell a work of simulated ranks for which tensor it is registered."""
+    if (told := getattr(work, "registered_for", None)) is not None:
+        told(out)
+
+
+def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
+    """What the wait raises. Raised only when all are waited for: a peer may need the others."""
+    try:
+        if timeout:
+            work.wait(timeout)
+        else:
+            work.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
+    """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
+    if work is not None:
+        if build.fast and threading.get_ident() != _MAIN_THREAD:
+            build.fast.issued_in_thread()  # what torch tells of its works is of one thread
+        _torch.register_work(out, Then([work], finish) if finish else work)
+        tell(work, out)
+    elif finish:
+        finish()
+    return out

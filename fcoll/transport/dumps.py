@@ -36,9 +36,10 @@ from fcoll.lobby import Process, process_of
 from fcoll.transport import flight_records
 
 log = logging.getLogger("fcoll")
-_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DEFAULT = "~/.cache/torch/comm_lib_trace_rank_"  # torch's
 _SIGNAL = "FCOLL_DUMP_SIGNAL"
+VARIABLES = (*_FILES, _SIGNAL)  # without one of them nothing is written unasked
 _ENDS_A_GROUP = (CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerDied)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _writing = threading.RLock()
@@ -83,7 +84,7 @@ def _on_signal(signum: int, frame: Any) -> None:
 
 
 def _prefix() -> str:
-    return next(filter(None, map(os.environ.get, _VARIABLES)), "")
+    return next(filter(None, map(os.environ.get, _FILES)), "")
 
 
 def _write(reason: str, path: str | os.PathLike[str] | None = None, in_call: bool = True) -> str:

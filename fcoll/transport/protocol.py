@@ -1,4 +1,4 @@
-"""What a carrier of bytes can do, and what ties its work to a result.
+"""What a carrier of bytes can do.
 
 A carrier starts the communication and returns a Work, or None if the bytes are there already. What
 it cannot do on the data as it is, it does in a form that it can, and undoes that in a ``finish``
@@ -10,19 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.reductions import Reduction, fold
-from fcoll.transport.native import build
 
-_MAIN_THREAD = threading.main_thread().ident
 Finish = Callable[[], object]
 Started = tuple[dist.Work | None, Finish | None]
 
@@ -97,63 +93,3 @@ def reduce_scatter_by_exchange(
 ) -> Started:
     parts = torch.empty_like(chunks)
     return carrier.exchange(parts, chunks, g), lambda: out.data.copy_(fold(row, parts))
-
-
-# -- works ---
-
-
-class Then(dist.Work):
-    """Waits for its works, then runs ``finish``: once, whoever waits first.
-
-    Once, because a second wait for a gloo send waits for a second send.
-    """
-
-    def __init__(self, works: Sequence[dist.Work], finish: Finish | None = None) -> None:
-        super().__init__()
-        self.works = works
-        self.finish = finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        works, self.works = self.works, ()
-        failed = [error for work in works if (error := _failure(work, timeout))]
-        if failed:
-            raise failed[0]
-        finish, self.finish = self.finish, None
-        if finish:
-            with torch.no_grad():
-                finish()
-        return True
-
-    def registered_for(self, out: Tensor) -> None:
-        for work in self.works:
-            tell(work, out)
-
-
-def tell(work: dist.Work, out: Tensor) -> None:
-    """Tell a work of simulated ranks for which tensor it is registered."""
-    if (told := getattr(work, "registered_for", None)) is not None:
-        told(out)
-
-
-def _failure(work: dist.Work, timeout: timedelta | None) -> Exception | None:
-    """What the wait raises. Raised only when all are waited for: a peer may need the others."""
-    try:
-        if timeout:
-            work.wait(timeout)
-        else:
-            work.wait()
-    except Exception as error:
-        return error
-    return None
-
-
-def issued(out: Tensor, work: dist.Work | None, finish: Finish | None = None) -> Tensor:
-    """Tie the work to the tensor, for wait_tensor to find; without one the bytes are here."""
-    if work is not None:
-        if threading.get_ident() != _MAIN_THREAD:
-            build.fast.issued_in_thread()  # what torch tells of its works is of one thread
-        _torch.register_work(out, Then([work], finish) if finish else work)
-        tell(work, out)
-    elif finish:
-        finish()
-    return out

@@ -27,7 +27,7 @@ from inductor_ext._torch import (
 from inductor_ext.errors import NoSuchArgument, UnknownRow
 from inductor_ext.lower.ir import realize_as_symmetric_memory
 from inductor_ext.lower.order import held
-from inductor_ext.stock.teach import teach
+from inductor_ext.stock.inductor import add_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 Lower = Callable[..., Any]
@@ -69,7 +69,7 @@ def register() -> None:
     from inductor_ext.lower.ir import register_shapes
     from inductor_ext.lower.lowerings import TORCHS, torchs_own
 
-    teach()  # stock Inductor's come first: they are what ``unregister`` goes back to
+    add_rows()  # stock Inductor's come first: they are what ``unregister`` goes back to
     if symm_mem.load():
         register_shapes()
         comm_buffers_on_cpu(True)

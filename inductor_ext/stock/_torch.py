@@ -5,27 +5,31 @@ Tested with torch 2.13.0, 2.14.1 and 2.15.0, which all have these names.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
 
+from fcoll._torch import COMPILER as _COMPILER
+from fcoll._torch import PARTITIONER as _PARTITIONER
 from fcoll.imports import say_what_is_missing
 
-_COMPILER = "torch._inductor.compile_fx"
-_PARTITIONER = "torch._functorch.partitioners"
 _MERGING = "torch._functorch.compile_utils"
 
 
-def inductor_is_loaded() -> bool:
-    """Has anybody imported Inductor's compiler? Only then is there anything to teach it."""
-    return _COMPILER in sys.modules
+def before_compiles(act: Callable[[], object]) -> None:
+    """Call a function whenever Inductor is about to compile a graph."""
+    compiler = sys.modules[_COMPILER]
+    compile_fx = compiler.compile_fx
 
+    @functools.wraps(compile_fx)
+    def after_act(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return compile_fx(*args, **kwargs)
 
-def partitioner_is_loaded() -> bool:
-    """Has anybody imported AOTAutograd's partitioner?"""
-    return _PARTITIONER in sys.modules
+    vars(compiler).update(compile_fx=after_act)
 
 
 def patch_partitioner(

@@ -6,11 +6,11 @@ As plain fallbacks the inputs of a collective in flight could be reused before i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fcoll.eager.ops import op_of
-from fcoll.table.collectives import row_of
+from fcoll.table.collectives import COLLECTIVES, row_of
 from fcoll.table.row import Collective
 from inductor_ext._torch import (
     CollectiveKernel,
@@ -26,10 +26,10 @@ from inductor_ext._torch import (
 from inductor_ext.state import in_order, regions_in_order
 
 
-def add_rows(rows: Iterable[Collective]) -> None:
-    """Give Inductor a lowering of each row's op that has none. It may be called again for more."""
+def add_rows() -> None:
+    """Give Inductor a lowering of each row's op that has none: users register more at any time."""
     _keep_in_order()
-    for row in rows:
+    for row in COLLECTIVES.values():
         op = op_of(row)
         if not row.mutates and not row.is_wait and op not in lowering.lowerings:
             lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)

@@ -1,37 +1,29 @@
-"""``teach()``: tell the parts of torch's compiler that are in use about fcoll's ops.
-
-fcoll's fake kernels call it for every op that is traced (``fcoll/plugins.py``), so that fcoll works
-under stock Inductor and AOTAutograd. It costs two dictionary lookups when there is nothing new.
-"""
+"""Tell the parts of torch's compiler about fcoll's ops as soon as they are imported, so that fcoll
+works under stock Inductor and AOTAutograd (``fcoll/plugins.py``)."""
 
 from __future__ import annotations
 
-import functools
 from operator import getitem
 
 from torch.fx import Node
 
 from fcoll.graph.nodes import is_start, is_wait, row_of_node
-from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective
 from inductor_ext.stock import _torch
 
-_taught: set[str] = set()  # the rows whose ops Inductor knows; users register more at any time
+
+def teach_inductor() -> None:
+    """Have Inductor know all rows before each compile."""
+    _torch.before_compiles(_add_rows)
 
 
-def teach() -> None:
-    """Teach the partitioner once, and Inductor each row once; neither before it is imported."""
-    if _torch.partitioner_is_loaded():
-        _teach_partitioner()
-    if len(_taught) < len(COLLECTIVES) and _torch.inductor_is_loaded():
-        from inductor_ext.stock.inductor import add_rows
+def _add_rows() -> None:
+    from inductor_ext.stock.inductor import add_rows  # needs all of Inductor
 
-        add_rows([row for name, row in COLLECTIVES.items() if name not in _taught])
-        _taught.update(COLLECTIVES)
+    add_rows()
 
 
-@functools.cache
-def _teach_partitioner() -> None:
+def teach_partitioner() -> None:
     """Have AOTAutograd's partitioner run each collective where the program does, torch's own too.
 
     It merges equal calls, copies into the forward and into the backward graph whatever could be

@@ -13,7 +13,7 @@ from fcoll.checking.check import check
 from fcoll.cli import main, programs
 from fcoll.cli.commands import FINE
 from fcoll.errors import NeedsPeers
-from fcoll.tracing.peer_values import PeerValues, exchanging
+from fcoll.tracing.fake_world import PeerValues, exchanging
 from fcoll.tracing.peers import Board
 
 FOLDER = Path(__file__).parents[1] / "programs_as_written"

@@ -38,7 +38,7 @@ from inductor_ext.passes.normalize import normalize
 from inductor_ext.passes.pipeline import PASSES, Passes
 from inductor_ext.passes.schedule import schedule
 from inductor_ext.passes.simplify import substitute
-from inductor_ext.stock.teach import teach
+from inductor_ext.stock.inductor import add_rows
 
 Tensor = torch.Tensor
 
@@ -488,7 +488,7 @@ def registered():
     from torch._inductor import lowering
 
     registry.unregister()  # a test before may have compiled something
-    teach()  # or nothing: stock Inductor knows the ops from the first trace on
+    add_rows()  # or nothing: stock Inductor knows the ops from the first compile on
     before = dict(lowering.lowerings)
     registry.register()
     yield lowering
@@ -564,12 +564,38 @@ import fcoll
 
 with fcoll.fake_world(tp=2):
     make_fx(lambda x: fcoll.all_reduce(x), tracing_mode="fake")(torch.ones(2))
-print("inductor_ext.stock.teach" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+print("inductor_ext" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 """
 
 
 def test_a_trace_does_not_import_inductor():
-    assert printed(TRACED) == "True False\n"
+    assert printed(TRACED) == "False False\n"
+
+
+IMPORTED_FIRST = """
+import functorch.compile
+from torch._functorch import compile_utils, partitioners
+from torch._inductor import compile_fx, lowering
+import torch
+import fcoll
+import inductor_ext.lower.registry
+
+print(fcoll.__name__ + ".all_reduce" in map(str, lowering.lowerings))
+print(compile_utils.fx_graph_cse.__module__, partitioners.is_not_collective.__module__)
+
+@torch.compile
+def step(x):
+    return x + 1
+
+step(torch.ones(2))
+print(torch.ops.fcoll.all_reduce.default in lowering.lowerings)
+"""
+
+
+@pytest.mark.parametrize("first", ["import fcoll", "import torch", "import torch._inductor"])
+def test_stock_inductor_and_the_partitioner_know_the_ops_whichever_is_imported_first(first):
+    knows = "False\ninductor_ext.stock._torch inductor_ext.stock._torch\nTrue\n"
+    assert printed(first + IMPORTED_FIRST) == knows
 
 
 def test_a_row_that_does_not_exist():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fcoll.transport.native import build, cache, prebuilt
+from fcoll.transport.native import build, cache
 from fcoll.transport.native.compiler import BuildFailed, first_errors
 
 SCRIPT = """#!{python}
@@ -254,12 +254,12 @@ def test_entries_of_today_stay(tmp_path):
 @pytest.fixture
 def wheel(compiler, tmp_path, monkeypatch):
     """A library that came with the wheel."""
-    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
-    prebuilt.prebuilt_library.cache_clear()
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "prebuilt")
+    cache.prebuilt_library.cache_clear()
     made = build.make_prebuilt()
     compiler.runs()
     yield made
-    prebuilt.prebuilt_library.cache_clear()
+    cache.prebuilt_library.cache_clear()
 
 
 def test_the_library_of_a_wheel_needs_no_compiler(wheel, compiler, monkeypatch):

@@ -21,7 +21,8 @@ from fcoll import _torch
 from fcoll import lobby as lobby_module
 from fcoll.groups import Group
 from fcoll.lobby import Absent, Died, Lobby, NotMet, alive, process_of
-from fcoll.transport import handshake, shared_memory
+from fcoll.transport import shared_memory
+from fcoll.transport.handshake import prefix_of
 
 SOON = 30.0  # of a wait that ends long before
 
@@ -95,7 +96,7 @@ def test_siblings_that_share_a_store_do_not_meet(store):
     """split_group gives the groups that it makes one name, and so one store."""
     g = Group("1", (0, 1), 0, None, "", ("cpu",))
     other = Group("1", (2, 3), 0, None, "", ("cpu",))
-    prefixes = {handshake.prefix_of(g), handshake.prefix_of(other)}
+    prefixes = {prefix_of(g), prefix_of(other)}
     assert len(prefixes) == 2
     places = [(prefix, r) for prefix in prefixes for r in range(2)]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fcoll.transport.native import cache, prebuilt
+from fcoll.transport.native import cache
 from fcoll.transport.native.compiler import BuildFailed as BuildFailed
 from fcoll.transport.native.compiler import Compiler, Unit, includes_torch, say
 
@@ -44,27 +44,16 @@ ALL_CPU_S, LONGEST_S = 44.0, 16.0
 RETRY_EXTENSION_S = 3600.0  # all works without it, so that it is not worth an attempt in every job
 
 
-class NoFastPath:
-    """In the place of the extension module: its functions serve no call."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _not_served
-
-
-def _not_served(*args: Any) -> Any:
-    return NotImplemented
-
-
-no_fast_path = NoFastPath()
-# The functions of native/python.cpp; each returns NotImplemented for calls it does not serve.
-fast: Any = no_fast_path
+# The functions of native/python.cpp, once they are loaded; each returns NotImplemented for calls it
+# does not serve.
+fast: Any = None
 _when_loaded: list[Callable[[Any], object]] = []
 _loaded = False
 
 
 def has_fast_path() -> bool:
     """Is the extension in this process?"""
-    return fast is not no_fast_path
+    return fast is not None
 
 
 def when_loaded(prepare: Callable[[Any], object]) -> None:
@@ -77,7 +66,7 @@ def when_loaded(prepare: Callable[[Any], object]) -> None:
 
 def library_path() -> Path:
     """Where the library for this machine and these sources is or will be."""
-    if found := prebuilt.prebuilt_library(torch.__version__):
+    if found := cache.prebuilt_library(torch.__version__):
         return found
     return cache.cache_dir() / f"fcoll-{library_key()}.so"
 
@@ -106,7 +95,7 @@ def build(taken_over_s: float = 0.0) -> Path:
     path = library_path()
     extension = _extension_path(path)
     began = time.time()
-    if path.parent != prebuilt.FOLDER and (why_not := cache.untrusted(path)):
+    if path.parent != cache.FOLDER and (why_not := cache.untrusted(path)):
         raise BuildFailed(why_not)
     if path.exists() and not _wants_extension(extension, began):
         cache.used(path)
@@ -192,7 +181,7 @@ def _extension(compiler: Compiler, library: Path, extension: Path, log: Path) ->
 
 def make_prebuilt() -> Path:
     """Compile the library and the extension for a wheel: see wheel/wheel_build.py."""
-    library = prebuilt.FOLDER / prebuilt.LIBRARY
+    library = cache.FOLDER / cache.LIBRARY
     extension = _extension_path(library)
     library.parent.mkdir(exist_ok=True)
     log = Path(tempfile.gettempdir(), "fcoll-wheel.log")
@@ -200,7 +189,7 @@ def make_prebuilt() -> Path:
         _library(compiler, library, log, extension is not None)
         if extension:
             _extension(compiler, library, extension, log)
-    (library.parent / "made_for.txt").write_text(prebuilt.made_for(torch.__version__))
+    (library.parent / "made_for.txt").write_text(cache.made_for(torch.__version__))
     return library
 
 

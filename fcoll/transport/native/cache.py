@@ -1,4 +1,8 @@
-"""The folder of compiled libraries: what an entry is keyed by, failures, and old entries.
+"""The folders of compiled libraries: that of the wheel, and the cache of what was compiled here.
+
+The library that came with the wheel runs on any x86-64 CPU, with one torch: what it was made for is
+written beside it. Elsewhere the library is compiled as if there were none, and kept in the cache:
+what an entry is keyed by, failures, and old entries.
 
 An entry is all files that begin with its name, ``fcoll-<key>``: the library, the extension modules
 of each Python, the lock, and after a failure the log and a note of it.
@@ -6,6 +10,7 @@ of each Python, the lock, and after a failure the log and a note of it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -25,8 +30,30 @@ from fcoll.transport.native.compiler import (
     find_compiler,
 )
 
+FOLDER = Path(__file__).parent / "prebuilt"
+LIBRARY = "fcoll.so"
 KEPT = 8  # entries that stay however old they are: a few versions of torch and of fcoll
 OLD_S = 24 * 3600.0
+
+
+# -- of the wheel ---
+
+
+def made_for(torch_version: str) -> str:
+    return f"torch {torch_version} on {platform.machine()}"
+
+
+@functools.cache
+def prebuilt_library(torch_version: str) -> Path | None:
+    """Its path; None where there is none, or not one for this torch."""
+    try:
+        note = (FOLDER / "made_for.txt").read_text()
+    except OSError:
+        return None
+    return FOLDER / LIBRARY if note == made_for(torch_version) else None
+
+
+# -- of the cache ---
 
 
 def cache_dir() -> Path:

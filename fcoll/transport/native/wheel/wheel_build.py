@@ -23,9 +23,7 @@ from setuptools import Distribution, build_meta
 from setuptools.build_meta import *  # noqa: F403  the hooks that stay as they are
 
 ROOT = Path(__file__).parents[4]
-PREBUILT = (
-    Path(__file__).parents[1] / "prebuilt"
-)  # prebuilt.FOLDER, which torch is needed to import
+PREBUILT = Path(__file__).parents[1] / "prebuilt"  # cache.FOLDER, which torch is needed to import
 DEFAULT = "2.13.0"
 # Not imported, which would take seconds: its version, if this Python is the one that the wheel is
 # for, by whose name the fast path is found.
