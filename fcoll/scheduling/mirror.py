@@ -12,8 +12,8 @@ from fcoll.scheduling.problem import COMPUTE, START, WAIT, Problem
 
 
 def mirrored(problem: Problem) -> Problem | None:
-    """Unit u becomes n - 1 - u, starts become waits and waits starts. None where a collective has
-    no wait of its own, or several: then what would start it is not one unit."""
+    """Unit u becomes n - 1 - u, starts become waits and waits starts. None where the first that
+    needs a collective is no wait for it alone: then what would start it is not one unit."""
     wait_of = _waits(problem)
     if wait_of is None:
         return None
@@ -23,6 +23,14 @@ def mirrored(problem: Problem) -> Problem | None:
     for start, wait in wait_of.items():
         us[wait], us[start] = problem.us[start], problem.us[wait]
         stream[wait], stream[start] = problem.stream[start], -1
+    later = [(wait_of[v], u) for u, flights in enumerate(problem.flights) for v in flights]
+    later = [(wait, u) for wait, u in later if wait != u and wait not in problem.before[u]]
+    before, after = problem.before, problem.after
+    if later:  # what needs a collective behind its wait comes behind that wait
+        before, after = [list(b) for b in before], [list(a) for a in after]
+        for wait, u in later:
+            before[u].append(wait)
+            after[wait].append(u)
 
     def flip(units: Sequence[int]) -> list[int]:
         return [n - 1 - u for u in reversed(units)]
@@ -31,8 +39,8 @@ def mirrored(problem: Problem) -> Problem | None:
         kind=other[::-1],
         us=us[::-1],
         stream=stream[::-1],
-        before=[flip(u) for u in reversed(problem.after)],
-        after=[flip(u) for u in reversed(problem.before)],
+        before=[flip(u) for u in reversed(after)],
+        after=[flip(u) for u in reversed(before)],
         flights=[[n - 1 - wait_of[u]] if u in wait_of else [] for u in range(n - 1, -1, -1)],
         touches=problem.touches[::-1],
         names=problem.names[::-1],
@@ -47,16 +55,15 @@ def mirrored(problem: Problem) -> Problem | None:
 
 
 def _waits(problem: Problem) -> dict[int, int] | None:
-    """The one wait of each start."""
+    """The wait of each start: the first unit that needs it."""
     found: dict[int, int] = {}
     for u, flights in enumerate(problem.flights):
-        if not flights:
-            continue
-        if problem.kind[u] != WAIT or len(flights) != 1 or flights[0] in found:
+        fresh = [v for v in flights if v not in found]
+        if fresh and (problem.kind[u] != WAIT or len(flights) != 1):
             return None
-        found[flights[0]] = u
-    waits = sum(k == WAIT for k in problem.kind)
-    return found if len(found) == waits == sum(k == START for k in problem.kind) else None
+        found.update(dict.fromkeys(fresh, u))
+    kinds = problem.kind
+    return found if len(found) == kinds.count(START) == kinds.count(WAIT) else None
 
 
 def flipped(order: Sequence[int], n: int) -> list[int]:

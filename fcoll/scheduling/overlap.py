@@ -1,10 +1,13 @@
 """``overlap``: the best of several list schedules, forward and backward, and of the simple rules.
 
 A backward schedule does everything as late as it can and a forward one as early; taking the times
-of one as the priorities of the other, in turn, removes idle time from both ends. The order that
-came in is always among the candidates. Candidates are made for a fixed ladder of memory caps, all
-of those up to the cap that is asked for: a larger cap has more candidates and never gives a slower
-plan. Nothing is random and no clock is read: the same steps give the same order on every rank.
+of one as the priorities of the other, in turn, removes idle time from both ends. A third schedule
+keeps compute in the order that came in and only brings collectives forward, as torch's scheduler
+does. The order that came in, those of the simple rules and those of ``seeds`` (other schedulers,
+asked for) are candidates, too. Candidates are made for a ladder of memory caps, all of those up to
+the cap that is asked for. The ladder depends on the problem and the seeds alone, so a larger cap
+has all candidates of a smaller one and never gives a slower plan. Nothing is random and no clock is
+read: the same steps give the same order on every rank.
 """
 
 from __future__ import annotations
@@ -42,19 +45,20 @@ def overlap(problem: Problem, cap: float = NEVER) -> Outcome | None:
 
 def quick(problem: Problem) -> Outcome:
     """A good order without a cap, by a few list schedules. What it holds is not counted."""
-    made = _Quick(problem, 0.0, [range(problem.n)])
+    made = _Quick(problem, 0.0)
     rounds = QUICK if problem.n <= LARGE else 0
     return min(made.improve(NEVER, None, rounds), key=lambda o: o.us)
 
 
 class Overlap:
-    """The candidates of a problem, made as they are asked for; ``orders`` are simple ones."""
+    """The candidates of a problem, made as they are asked for; ``seeds`` are orders that are
+    candidates besides the simple ones."""
 
     def __init__(
         self,
         problem: Problem,
         bound_us: float | None = None,
-        orders: Iterable[Sequence[int]] | None = None,
+        seeds: Iterable[Sequence[int]] = (),
     ) -> None:
         self.problem = problem
         self.bound_us = lower_bound_us(problem) if bound_us is None else bound_us
@@ -62,8 +66,9 @@ class Overlap:
         self.back = mirrored(problem)
         self.tail = _with_own(problem, tails(problem))
         self.profiles: dict[int, tuple[Outcome, list[int]]] = {}  # by id, of what run gave
-        orders = _simple_orders(problem) if orders is None else orders
-        self.seeds = [self.run(order) for order in orders]
+        given = [self.run(order) for order in seeds]
+        self.rungs = {o.peak_bytes for o in given}  # of the ladder: what they reach is tried there
+        self.seeds = [*(self.run(order) for order in self.simple_orders()), *given]
         self.leanest = min(self.seeds, key=lambda o: (o.peak_bytes, o.us))
 
     def best(self, cap: float) -> Outcome | None:
@@ -90,10 +95,11 @@ class Overlap:
         return self.run(classic.waits_late(self.problem, order, cap))
 
     def levels(self, cap: float) -> list[float]:
-        """The ladder's caps up to this one. It depends on the problem alone."""
+        """The ladder's caps up to this one."""
         n, lean, given = self.problem.n, self.leanest.peak_bytes, self.seeds[0].peak_bytes
         steps = FINE if n <= SMALL else MEDIUM if n <= LARGE else COARSE
         caps = {given * step for step in steps}
+        caps |= self.rungs
         if n <= SMALL or lean < 0.97 * given:
             caps |= {lean, (lean + given) / 2}
         return sorted(c for c in caps if c <= cap)
@@ -130,10 +136,13 @@ class Overlap:
             yield self.early(current, cap)
 
     def from_scratch(self, cap: float) -> Iterator[Outcome]:
-        """By the longest chain that follows, and backwards by the longest that comes before. Of
-        large graphs only backwards, where that can be: it is the better one nearly always."""
-        if self.back is None or self.problem.n <= LARGE:
+        """Forward with compute in the order that came in; backward by the longest chain that comes
+        before, the best one nearly always; and of small graphs, or instead of a backward one,
+        forward by the longest chain that follows."""
+        problem = self.problem
+        if self.back is None or problem.n <= SMALL:
             yield self.forward(self.tail, self.leanest, cap)
+        yield self.forward(range(problem.n, 0, -1), self.leanest, cap)
         if self.back is not None:
             head = _with_own(self.back, tails(self.back))
             yield self.backward(head, self.leanest, cap)
@@ -141,6 +150,20 @@ class Overlap:
     def rounds(self) -> int:
         n = self.problem.n
         return 6 if n <= SMALL else 2 if n <= LARGE else 1 if n <= HUGE else 0
+
+    def simple_orders(self) -> Iterator[Sequence[int]]:
+        """The order that came in is the first."""
+        problem = self.problem
+        yield range(problem.n)
+        yield classic.waits_late(problem, range(problem.n), NEVER)  # as eager waits: at its use
+        yield classic.just_in_time(problem)
+        yield classic.by_communication(problem, sink_waits=True)
+        yield classic.by_communication(problem, raise_comms=True)
+        order = classic.by_communication(problem, True, True, True)
+        yield order
+        if problem.n <= SMALL:
+            yield classic.waits_late(problem, order, peak_bytes(problem, order))
+        yield classic.safe(problem)
 
     # -- one list schedule ---
 
@@ -192,24 +215,13 @@ class Overlap:
 
 
 class _Quick(Overlap):
-    """Where only time is asked for."""
+    """Where only time is asked for, and not much is to be tried."""
+
+    def simple_orders(self) -> Iterator[Sequence[int]]:
+        yield range(self.problem.n)
 
     def run(self, order: Sequence[int]) -> Outcome:
         return Outcome(tuple(order), times(self.problem, order)[0], 0)
-
-
-def _simple_orders(problem: Problem) -> Iterator[Sequence[int]]:
-    """The order that came in is the first."""
-    yield range(problem.n)
-    yield classic.waits_late(problem, range(problem.n), NEVER)  # as eager waits: at the first use
-    yield classic.just_in_time(problem)
-    yield classic.by_communication(problem, sink_waits=True)
-    yield classic.by_communication(problem, raise_comms=True)
-    order = classic.by_communication(problem, True, True, True)
-    yield order
-    if problem.n <= SMALL:
-        yield classic.waits_late(problem, order, peak_bytes(problem, order))
-        yield classic.safe(problem)
 
 
 def _with_own(problem: Problem, tail: list[float]) -> list[float]:

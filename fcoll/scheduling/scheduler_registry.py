@@ -32,13 +32,15 @@ class Job(tuple[Step, ...]):
 
     ``us`` are the prices by name, ``cap_bytes`` is the memory cap (infinite if there is none),
     ``try_order(names)`` says how long an order takes and how much memory it holds, and ``problem``
-    has the same in integers, with what must come before what.
+    has the same in integers, with what must come before what. ``seeds`` are orders of its units
+    that the plan shall not be slower than.
     """
 
     problem: Problem
     us: dict[str, float]
     cap_bytes: float
     graph_module: Any
+    seeds: Sequence[Sequence[int]] = ()
 
     @staticmethod
     def of(

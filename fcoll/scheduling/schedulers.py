@@ -61,13 +61,14 @@ def torch_overlap(job: Job) -> Iterable[str]:
 
 @scheduler("overlap", buckets=True)
 def overlap(job: Job) -> Iterable[str]:
-    """The best of forward and backward list schedules and the rules above: overlap.py."""
-    found = Overlap(job.problem, job.lower_bound_us).best(job.cap_bytes)
+    """The best of forward and backward list schedules, the rules above and the job's
+    seeds: overlap.py."""
+    found = Overlap(job.problem, job.lower_bound_us, job.seeds).best(job.cap_bytes)
     return job.names(found.order) if found else ()
 
 
 @scheduler("search", buckets=True)
 def search_(job: Job) -> Iterable[str]:
     """``overlap``, then bounded local search; exact for small graphs: search.py."""
-    found = search(job.problem, job.cap_bytes, job.lower_bound_us)
+    found = search(job.problem, job.cap_bytes, job.lower_bound_us, job.seeds)
     return job.names(found.order) if found else ()

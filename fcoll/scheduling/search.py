@@ -8,7 +8,7 @@ The seeds are fixed: the same steps give the same order on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fcoll.scheduling.bounds import Outcome, run
 from fcoll.scheduling.clock import Clock
@@ -20,9 +20,14 @@ TRIED = 200_000  # partial orders, before branch and bound gives up
 SHAKES = (0.02, 0.05, 0.1, 0.3)  # parts of the makespan by which priorities are shaken
 
 
-def search(problem: Problem, cap: float = NEVER, bound_us: float | None = None) -> Outcome | None:
+def search(
+    problem: Problem,
+    cap: float = NEVER,
+    bound_us: float | None = None,
+    seeds: Iterable[Sequence[int]] = (),
+) -> Outcome | None:
     """The fastest order found under the cap; None if none is."""
-    found = Search(problem, bound_us).best(cap)
+    found = Search(problem, bound_us, seeds).best(cap)
     if problem.n <= EXACT:
         found = Exact(problem, cap).solve(found)
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from random_steps import Writer, programs
 
 import fcoll
@@ -21,6 +23,7 @@ CHECKS = settings(  # no shrinking: it takes minutes, and these programs are sma
     derandomize=True,
 )
 NAMES = ("original", "safe", "sink_waits", "raise_comms", "reorder_compute", "overlap", "search")
+RULES = ("original", "safe", "sink_waits", "raise_comms", "reorder_compute")
 KEEP_CAPS = ("original", "safe", "overlap", "search")
 
 
@@ -92,6 +95,49 @@ def test_a_larger_cap_is_never_slower(program, scheduler):
 
 
 @CHECKS
+@given(program=programs(most=12))
+@pytest.mark.parametrize("scheduler", ["overlap", "search"])
+def test_no_plan_is_slower_than_an_order_of_a_scheduler_that_fits(program, scheduler):
+    rivals = [plan(program, name, None) for name in RULES]
+    for cap in sorted({r.peak_bytes for r in rivals}):
+        made = plan(program, scheduler, cap or None)
+        fitting = [r.makespan_us for r in rivals if not cap or r.peak_bytes <= cap]
+        assert made.makespan_us <= min(fitting) + 1e-6
+
+
+@CHECKS
+@given(program=programs(most=12), seed=st.integers(0, 99))
+def test_seeds_are_candidates_and_caps_stay_monotone(program, seed):
+    """Any valid order is one: here each step as soon as it can be, drawn by lot."""
+
+    def drawn(job):
+        rng = random.Random(seed)
+        left = list(job)
+        order: list = []
+        while left:
+            names = {s.name for s in job} - {s.name for s in order}
+            free = [s for s in left if names.isdisjoint(s.inputs)]
+            order.append(rng.choice(free))
+            left.remove(order[-1])
+        return order
+
+    steps, us = program
+
+    def planned(cap):
+        given = dict(costs=us, memory_cap=cap, seeds=[drawn])
+        return fcoll.schedule((steps, ()), **given).makespan_us
+
+    effects = any(s.effect for s in steps)
+    if not effects:
+        other = plan(program, drawn, None)
+        assert planned(other.peak_bytes or None) <= other.makespan_us + 1e-6
+    peak = held(steps)
+    caps = [peak, int(peak * 1.013) + 1, int(peak * 1.4) + 1, None]
+    times = [planned(cap or None) for cap in caps]
+    assert times == sorted(times, reverse=True)
+
+
+@CHECKS
 @given(program=programs())
 def test_safe_keeps_the_order_of_collectives(program):
     def starts(steps):
@@ -154,6 +200,38 @@ def test_the_largest_of_a_range():
 
 
 # -- one's own ---
+
+
+def test_no_plan_is_slower_than_its_seeds():
+    """Where memory is tight, an exact search finds an order that list schedules miss."""
+    writer = Writer()
+    rng = random.Random(264)
+    for _ in range(7):
+        k = len(writer.values)
+        given = [writer.values[rng.randrange(k)] for _ in range(rng.randint(0, 2))] if k else []
+        if rng.random() < 0.5:
+            us, out = rng.randint(0, 20), rng.randint(0, 8) * 1024
+            writer.collective(given, us, out, rng.choice(["dp", "tp"]))
+        else:
+            writer.compute(given, rng.randint(0, 20), rng.randint(0, 8) * 1024)
+    steps, us = writer.finish({rng.randrange(9)})
+    exact = plan((steps, us), "search").makespan_us
+    assert exact < plan((steps, us)).makespan_us
+    made = fcoll.schedule((steps, ()), costs=us, seeds=["search", "safe"])
+    assert made.makespan_us == exact
+
+
+def test_a_seed_that_fails_is_left_out_and_one_that_is_not_whole_is_told():
+    def fails(job):
+        raise BadPlan(scheduler="mine", why="this graph is too large for it")
+
+    steps, us = two_layers()
+    made = fcoll.schedule((steps, ()), costs=us, memory_cap=None, seeds=[fails])
+    assert made.makespan_us == 30
+    with pytest.raises(BadPlan, match="missing, unknown or there twice"):
+        fcoll.schedule((steps, ()), costs=us, seeds=[lambda job: ["s0"]])
+    with pytest.raises(UnknownScheduler):
+        fcoll.schedule((steps, ()), costs=us, seeds=["fastest"])
 
 
 def test_a_function_is_a_scheduler():
