@@ -43,6 +43,9 @@ class Algebra:
     def constant(self, x: float) -> float | None:
         raise NotImplementedError
 
+    def note(self, x: float, value: float) -> None:
+        """The element x was computed from constants alone, and stands for this one."""
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         raise NotImplementedError
 

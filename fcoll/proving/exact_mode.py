@@ -12,8 +12,8 @@ from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
 from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
-from fcoll.proving.norm_rules import RULES  # all of them
 from fcoll.proving.optimizer_rules import FUSED
+from fcoll.proving.pooling_rules import RULES  # all of them
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -26,6 +26,18 @@ class Refused(Exception):
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _is_single(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 0
+
+
+def lifted_constant(algebra: Algebra, x: Tensor) -> Tensor:
+    """An optimizer may ask again for the number that a tensor is, its learning rate."""
+    lifted = algebra.lift(x)
+    if _is_single(x):
+        algebra.note(float(lifted), float(x))
+    return lifted
 
 
 def _is_complex(x: Any) -> bool:
@@ -133,6 +145,11 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if base in MOVES and base not in RULES:
             kwargs = {k: _wide(v) for k, v in kwargs.items()}
+            if base in _JOINS:
+                joined = [x if _is_float(x) else self.algebra.lift(x) for x in args[0]]
+                args = (joined, *args[1:])
+            return func(*args, **kwargs)
+        if base in _NEW and not _makes_wide(kwargs):  # ones of integers, like a tensor of floats
             return func(*args, **kwargs)
         if base in UNINITIALIZED:
             return self._uninitialized(func, args, kwargs)
@@ -145,9 +162,15 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         is_complex = any(isinstance(x, complex) or _is_complex(x) for x in values)
         rules = COMPLEX_RULES if is_complex or name in ("polar", "complex") else RULES
         if (rule := rules.get(name)) is not None:
+            if name not in _NEW:
+                _check_dtype(kwargs.get("dtype"))
             given = {k: v for k, v in kwargs.items() if k not in _HOW}
             with torch.no_grad():
-                return rule(self.algebra, *args, **given)
+                out = rule(self.algebra, *args, **given)
+            # x ** 1 is a tensor of its own, which may be written
+            out = out.clone() if any(out is x for x in values) else out
+            self._note_constant(func, args, kwargs, out)
+            return out
         if (made := _torch.decomposition(func)) is not None:
             with self:
                 return made(*args, **kwargs)
@@ -156,6 +179,22 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         if out is NotImplemented:
             raise NotExact("it has no rule in exact arithmetic")
         return out
+
+    def _note_constant(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """What single numbers make is one, too: an optimizer computes so with powers of betas."""
+        if func is None or not _is_single(out):
+            return
+        tensors = [x for x in (*_each(args), *_each(kwargs.values())) if isinstance(x, Tensor)]
+        if not all(x.dim() == 0 for x in tensors):
+            return
+        floats = {id(x): self.algebra.constant(float(x)) for x in tensors if _is_float(x)}
+        if None not in floats.values():
+            with torch.no_grad():
+                plain, named = self._each_float(
+                    args, kwargs, lambda x: torch.tensor(floats[id(x)], dtype=torch.float64)
+                )
+                named = {k: _wide(v) for k, v in named.items()}
+                self.algebra.note(float(out), float(func(*plain, **named)))
 
     def _written(self, func: Any, base: str, args: Any, kwargs: Any, written: Any) -> Any:
         """add_(x, y) is x.copy_(add(x, y)); so are forms with out=."""
@@ -201,7 +240,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         def lift(x: Tensor) -> Tensor:
             if x.is_complex():
                 return packed(*map(self.algebra.lift, torch.view_as_real(x).unbind(-1)))
-            return self.algebra.lift(x)
+            return lifted_constant(self.algebra, x)
 
         return self._each_float(args, kwargs, lambda x: x if _is_wide(x) else lift(x))
 
@@ -263,7 +302,7 @@ def _placed(func: Any, error: Exception) -> str:
 def _lift_fresh(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     """torch.tensor(...) in the step."""
     x = args[0]
-    return mode.algebra.lift(x) if x.is_floating_point() else func(x)
+    return lifted_constant(mode.algebra, x) if x.is_floating_point() else func(x)
 
 
 def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
@@ -329,3 +368,15 @@ SPECIAL: dict[str, Callable[[Exact, Any, Any, Any], Any]] = {
     "_local_scalar_dense": _item,
 }
 _HOW = ("dtype", "layout", "device", "pin_memory", "memory_format", "out")
+_NEW = frozenset(("ones_like", "full_like", "new_ones", "new_full"))
+_JOINS = frozenset(("cat", "concatenate", "stack"))  # integers, too, with floats
+
+
+def _makes_wide(kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype")
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise NotExact(f"floats become {dtype}")

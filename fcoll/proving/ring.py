@@ -25,6 +25,7 @@ from fcoll.proving.known_values import KnownValues
 MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
 _SMALL = 2**12  # numerators and denominators of values that are taken for constants
 _WORD = 2**64
+NO_ELEMENT = "a value that is not finite, or was not made by the step's own ops"
 
 
 class Ring(Algebra):
@@ -38,6 +39,7 @@ class Ring(Algebra):
         self._roots = KnownValues()  # of each its square
         self._logs = KnownValues()  # of each the root of unity that exp restores
         self._cuts = KnownValues()  # of each what it was
+        self._numbers: dict[float, float] = {}  # what elements of constants stand for
         self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
         self.took_log = self.took_sigmoid_of_log = False
 
@@ -56,7 +58,7 @@ class Ring(Algebra):
         d2 = (rest - d1) / self.p
         wrong = (d0 != d0.floor()) | (d2 < 0) | (d2 >= self.p) | (d2 != d2.floor())
         if bool(wrong.any()):
-            raise NotExact("a value that is not finite, or was not made by the step's own ops")
+            raise NotExact(NO_ELEMENT)
         return d0, d1, d2
 
     def _whole(self, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ class Ring(Algebra):
 
     def constant(self, x: float) -> float | None:
         """The simple rational that a residue is, if it is one: by chance 1 residue in 2^26 is."""
-        if not math.isfinite(x):
-            return x
+        if not math.isfinite(x) or x in self._numbers:
+            return self._numbers.get(x, x)
         old, new, s_old, s_new = self.N, int(x), 0, 1
         while new >= _SMALL**2:  # Euclid's steps until the numerator is small
             q = old // new
@@ -139,6 +141,9 @@ class Ring(Algebra):
         if abs(s_new) > _SMALL:
             return None
         return new / s_new
+
+    def note(self, x: float, value: float) -> None:
+        self._numbers[x] = value
 
     def draw(self, name: str, count: int) -> Tensor:
         """Values of a parameter: uniform, by its name and index."""
@@ -263,7 +268,6 @@ class Ring(Algebra):
 
     def log(self, x: Tensor) -> Tensor:
         """The y below p^2 with exp(y) = x / T, T the root of unity that is x modulo p."""
-        self._cuts = KnownValues()  # of each what it was
         self.took_log = True
         gone = x == 0
         x = torch.where(gone, 1.0, x)
@@ -304,17 +308,23 @@ class Ring(Algebra):
     def opaque(self, name: str, *args: Tensor) -> Tensor:
         """A function of which nothing is known: a hash of its name and arguments."""
         self.uninterpreted.add(name)
+        for x in args:
+            _check_whole(x)
         return self._hash(name, *args)
 
     def key(self, x: Tensor) -> Tensor:
         """Numbers that order the residues, in an order drawn at random. Small integers, which count
         something, lie together in their own."""
+        _check_whole(x)
         mixed = (self._mixed("order", x) & (2**52 - 1)).to(torch.float64)
         known, number = self.counts(x)
         mixed = torch.where(known, self._zero_key + number, mixed)
         return torch.where(x.isfinite(), mixed, x)
 
     def cut(self, x: Tensor) -> Tensor:
+        _check_whole(x)
+        if not x.dim() and float(x) in self._numbers:
+            return x
         kept = self.counts(x)[0]
         if self._cuts:
             kept = kept | self._cuts.find(x)[0]
@@ -348,6 +358,11 @@ class Ring(Algebra):
     def _mix(self, x: Tensor, key: int) -> Tensor:
         finite = torch.nan_to_num(x, nan=2.0**60, posinf=2.0**61, neginf=2.0**62)
         return _scramble(finite.to(torch.int64) ^ key)
+
+
+def _check_whole(x: Tensor) -> None:
+    if bool((x != x.floor()).any()):
+        raise NotExact(NO_ELEMENT)
 
 
 def _scramble(x: Tensor) -> Tensor:

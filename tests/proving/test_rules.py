@@ -22,6 +22,11 @@ IMAGE, KERNEL = torch.arange(32.0).view(1, 2, 4, 4) - 7, torch.arange(16.0).view
 CONV = ([1, 1], [1, 0], [1, 1], False, [0, 0], 1)
 WEIGHT = tensor([1.0, 2.0, 0.5, 4.0], dtype=torch.float64)
 
+
+def ramp(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) - 7
+
+
 # What torch computes on floats, exactly: sums, products and quotients by powers of two.
 CASES = {
     "add": [lambda x, y: x + y, lambda x, y: torch.add(x, y, alpha=0.5), lambda x, y: x + 2],
@@ -136,6 +141,50 @@ CASES = {
     ],
     "rsqrt": [lambda x, y: tensor([4.0, 16.0]).rsqrt()],
     "logaddexp": [lambda x, y: torch.logaddexp(x[0, :1] * 0, x[0, :1] * 0 - torch.inf)],
+    "avg_pool2d": [
+        lambda x, y: F.avg_pool2d(IMAGE, 2),
+        lambda x, y: F.avg_pool2d(IMAGE, 2, stride=1, padding=1, count_include_pad=False),
+        lambda x, y: F.avg_pool2d(IMAGE, (2, 4), stride=2, padding=1, ceil_mode=True),
+    ],
+    "avg_pool3d": [
+        lambda x, y: F.avg_pool3d(IMAGE, 2),
+        lambda x, y: F.avg_pool3d(IMAGE, (1, 2, 4)),
+    ],
+    "avg_pool2d_backward": [
+        lambda x, y: aten.avg_pool2d_backward(
+            ramp(1, 2, 2, 2), IMAGE.double(), [2, 2], [], [0, 0], False, True, None
+        ),
+        lambda x, y: aten.avg_pool2d_backward(
+            ramp(1, 2, 5, 5), IMAGE.double(), [2, 2], [1, 1], [1, 1], False, False, None
+        ),
+    ],
+    "avg_pool3d_backward": [
+        lambda x, y: aten.avg_pool3d_backward(
+            ramp(1, 1, 2, 2), IMAGE.double(), [2, 2, 2], [], [0, 0, 0], False, True, None
+        )
+    ],
+    "_adaptive_avg_pool2d_backward": [
+        lambda x, y: aten._adaptive_avg_pool2d_backward(ramp(1, 2, 2, 4), IMAGE.double()),
+        lambda x, y: aten._adaptive_avg_pool2d_backward(ramp(1, 2, 3, 2), IMAGE.double()),
+    ],
+    **{
+        f"{kind}_pad{n}d_backward": [
+            lambda x, y, n=n, kind=kind: getattr(aten, f"{kind}_pad{n}d_backward")(
+                ramp(2, *[6] * n), ramp(2, *[4] * n), [1] * 2 * n
+            )
+        ]
+        for n in (1, 2, 3)
+        for kind in ("reflection", "replication")
+    },
+    **{
+        f"{kind}{n}d_backward": [
+            lambda x, y, n=n, kind=kind: getattr(aten, f"{kind}{n}d_backward")(
+                ramp(1, 2, *[4] * n), [4] * n, [1, 2, *[2] * n]
+            )
+        ]
+        for n in (1, 2, 3)
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+    },
 }
 
 
