@@ -108,7 +108,9 @@ class Degrees(Algebra):
         shared = None if x_alike is None or y_alike is None else x_alike + y_alike
         return self._sum(self.mul(_largest(x), _largest(y)), terms, count, shared)
 
-    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
+    def linear(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1, wraps: bool = False
+    ) -> Tensor:
         count = fn(torch.ones_like(x))
         return self._sum(_largest(x), terms, count, _alike(fn, _parts(x)[2], count))
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
+from fcoll.proving.lists import ELEMENTWISE, joined, parted
 from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
 from fcoll.proving.optimizer_rules import FUSED
 from fcoll.proving.pooling_rules import RULES  # all of them
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = frozenset(_FLOATS)
 _META = torch.device("meta")  # sizes without elements
 
 
@@ -28,6 +30,20 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def _floats_in(args: Any) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.is_floating_point() or x.is_complex():
+                yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _floats_in(x)
+
+
+def _is_marked(floats: list[Tensor]) -> bool:
+    """By torch, as the conjugate or the negative of what it holds: views of complex numbers."""
+    return any([x.is_neg() or (x.is_complex() and x.is_conj()) for x in floats])
+
+
 def _is_single(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 0
 
@@ -36,7 +52,7 @@ def lifted_constant(algebra: Algebra, x: Tensor) -> Tensor:
     """An optimizer may ask again for the number that a tensor is, its learning rate."""
     lifted = algebra.lift(x)
     if _is_single(x):
-        algebra.note(float(lifted), float(x))
+        algebra.note(float(lifted), float(x.detach()))
     return lifted
 
 
@@ -95,11 +111,13 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         self._made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
+        if not _PLAIN.issuperset(types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = kwargs or {}
-        floats = [x for x in (*_each(args), *_each(kwargs.values())) if _is_float(x)]
-        if any(x.is_meta for x in floats) or kwargs.get("device") == _META:
+        floats = list(_floats_in(args))
+        if kwargs:
+            floats.extend(_floats_in(kwargs.values()))
+        if kwargs.get("device") == _META or any([x.is_meta for x in floats]):
             return func(*args, **kwargs)
         if self.parameters:
             self._note_use(floats)
@@ -124,7 +142,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         namespace, name, _ = _torch.name_of(func)
         if namespace in SILENT:
             return func(*args, **kwargs)
-        if any(x.is_conj() or x.is_neg() for x in floats) and name not in ("_conj", "_neg_view"):
+        if name not in ("_conj", "_neg_view") and _is_marked(floats):
             args, kwargs = self._each_float(args, kwargs, lambda x: resolved(self.algebra, x))
         if _torch.is_random(func):
             return self._random(func, args, kwargs, floats)
@@ -162,8 +180,9 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         is_complex = any(isinstance(x, complex) or _is_complex(x) for x in values)
         rules = COMPLEX_RULES if is_complex or name in ("polar", "complex") else RULES
         if (rule := rules.get(name)) is not None:
-            if name not in _NEW:
-                _check_dtype(kwargs.get("dtype"))
+            if name not in _NEW and not _makes_wide(kwargs):  # a sum of floats as integers
+                args, _ = self._each_float(args, {}, lambda x: as_integers(self.algebra, x))
+                return func(*args, **kwargs)
             given = {k: v for k, v in kwargs.items() if k not in _HOW}
             with torch.no_grad():
                 out = rule(self.algebra, *args, **given)
@@ -187,14 +206,14 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         tensors = [x for x in (*_each(args), *_each(kwargs.values())) if isinstance(x, Tensor)]
         if not all(x.dim() == 0 for x in tensors):
             return
-        floats = {id(x): self.algebra.constant(float(x)) for x in tensors if _is_float(x)}
+        floats = {id(x): self.algebra.constant(float(x.detach())) for x in tensors if _is_float(x)}
         if None not in floats.values():
             with torch.no_grad():
                 plain, named = self._each_float(
                     args, kwargs, lambda x: torch.tensor(floats[id(x)], dtype=torch.float64)
                 )
                 named = {k: _wide(v) for k, v in named.items()}
-                self.algebra.note(float(out), float(func(*plain, **named)))
+                self.algebra.note(float(out.detach()), float(func(*plain, **named)))
 
     def _written(self, func: Any, base: str, args: Any, kwargs: Any, written: Any) -> Any:
         """add_(x, y) is x.copy_(add(x, y)); so are forms with out=."""
@@ -214,6 +233,14 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         base, n = name.removesuffix("_"), len(args[0])
         if base not in RULES and getattr(torch.ops.aten, name, None) is None:
             raise NotExact("it has no rule in exact arithmetic")
+        if base in ELEMENTWISE and n > 1 and (flat := joined(args, kwargs)) is not None:
+            with torch.no_grad():
+                done = parted(RULES[base](self.algebra, *flat), args[0])
+                if not name.endswith("_"):
+                    return done
+                for x, value in zip(args[0], done, strict=True):
+                    x.copy_(value)
+                return None
         done = [self._one_of(name, i, n, args, kwargs) for i in range(n)]
         return None if name.endswith("_") else done
 
@@ -319,10 +346,7 @@ def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     if x.is_floating_point():
         if dtype == torch.bool:
             return x != 0
-        known, counts = mode.algebra.counts(x)
-        if not bool(known.all()):
-            raise NotExact(f"floats become {dtype}")
-        return counts.to(dtype)
+        return as_integers(mode.algebra, x).to(dtype)
     return func(*args, **kwargs)
 
 
@@ -377,6 +401,8 @@ def _makes_wide(kwargs: Any) -> bool:
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        raise NotExact(f"floats become {dtype}")
+def as_integers(algebra: Algebra, x: Tensor) -> Tensor:
+    known, counts = algebra.counts(x)
+    if not bool(known.all()):
+        raise NotExact("floats that are no small integers become integers")
+    return counts.to(torch.int64)

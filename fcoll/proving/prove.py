@@ -164,12 +164,19 @@ class _Proof:
             seen = yield rings[0], UNCUT
             if self._differs(rings[0], one[0], seen, trials):
                 return
-            degrees_seen = yield degrees, UNCUT
-            self.degree = _highest([one[1], *degrees_seen]) + degrees.deepest
-            if may_cut and self.degree / rings[0].p > WEAK:
-                of_ranks = [o.of_modules for o in seen]
+            of_ranks = [o.of_modules for o in seen]
+
+            def cuts() -> Cuts:
+                if not may_cut or self.degree / rings[0].p <= WEAK:
+                    return UNCUT
                 modules = cuttable(rings[0], one[0].of_modules, of_ranks)
-                self.cuts = Cuts(modules, self.alone.surveys[0].has_optimizer)
+                return Cuts(modules, self.alone.surveys[0].has_optimizer)
+
+            self.degree = _highest(one[1:2]) + degrees.deepest
+            self.cuts = cuts()  # where one device's degree is high, ranks need not count theirs
+            if not self.cuts:
+                self.degree = _highest([one[1], *(yield degrees, UNCUT)]) + degrees.deepest
+                self.cuts = cuts()
             if self.cuts:
                 for algebra in pieces.algebras:
                     pieces.seen.append((yield algebra, self.cuts))

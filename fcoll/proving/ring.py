@@ -2,8 +2,9 @@
 
 N is below 2^51, so a residue is an integer that float64 holds. It is also three digits to the base
 p, each below 2^17: products and long sums of digits stay below 2^53, which float64 (and its BLAS)
-adds without rounding. Numbers of a program become residues by their meaning as rationals; odd p
-makes 0.5 and 1/n exact.
+adds without rounding. Few and small products are made in int64, which wraps around, less the
+multiple of N that floats tell nearly: a third of the ops. Numbers of a program become residues by
+their meaning as rationals; odd p makes 0.5 and 1/n exact.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from fcoll.proving.constants import perfect, rational, root_mod
 from fcoll.proving.known_values import KnownValues
 
 MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
+_WRAPPING = {torch.mul, torch.mm, torch.bmm, torch.mv, torch.dot}  # int64 has them
+_FEW_TERMS = 64  # floats tell the quotient to 64^2 / 4, so that the rest is below 2^10 x 2^51
+_MANY_PRODUCTS = 2**15  # from there on BLAS is faster than int64
+_FEW_ADDENDS = 2**11  # of residues, in an int64
+_FEW = 2**12  # elements: below, an op's call costs more than what it computes
 _SMALL = 2**12  # numerators and denominators of values that are taken for constants
 _WORD = 2**64
 NO_ELEMENT = "a value that is not finite, or was not made by the step's own ops"
@@ -151,6 +157,12 @@ class Ring(Algebra):
 
     # -- arithmetic ---
 
+    def sub(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._logs:
+            return super().sub(x, y)
+        rest = x - y
+        return _finite_or_infinite(torch.where(rest < 0, rest + self.N, rest))
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         total = self._add(x, y)
         if self._logs:
@@ -164,13 +176,7 @@ class Ring(Algebra):
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         total = x + y
-        total = torch.where(total >= self.N, total - self.N, total)
-        infinite = ~total.isfinite()
-        if bool(infinite.any()):
-            if bool(total.isnan().any()):
-                raise NotExact("infinity minus infinity")
-            total = torch.where(infinite, x + y, total)
-        return total
+        return _finite_or_infinite(torch.where(total >= self.N, total - self.N, total))
 
     def neg(self, x: Tensor) -> Tensor:
         done = self._neg(x)
@@ -180,7 +186,7 @@ class Ring(Algebra):
         return done
 
     def _neg(self, x: Tensor) -> Tensor:
-        return torch.where(x == 0, x, torch.where(x.isfinite(), self.N - x, -x))
+        return torch.where(x == 0, x, self.N - x)
 
     def _note_log(self, x: Tensor, known: Tensor, unit: Tensor) -> None:
         """Sums and differences of logarithms are logarithms; a small integer is anybody's."""
@@ -193,10 +199,24 @@ class Ring(Algebra):
         """fn(x, y), where fn is linear in each, and its elements are sums of so many products."""
         if terms > MOST_TERMS:
             raise NotExact(f"a sum of {terms} products, more than {MOST_TERMS}")
+        if fn in _WRAPPING and terms <= _FEW_TERMS and _products(fn, x, y) < _MANY_PRODUCTS:
+            return self._wrapping(fn, x, y)
         x0, x1, x2 = self.digits(x)
         y0, y1, y2 = self.digits(y)
         c1 = fn(x0, y1) + fn(x1, y0)
         return self._whole(fn(x0, y0), c1, fn(x0, y2) + fn(x1, y1) + fn(x2, y0))
+
+    def _wrapping(self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """fn(x, y) - N q modulo 2^64, where q is the quotient but for an error that is small."""
+        quotient = (fn(x, y) / self.N).to(torch.int64)
+        rest = fn(self._integers(x), self._integers(y)) - quotient * self.N
+        return torch.remainder(rest, self.N).to(torch.float64)
+
+    def _integers(self, x: Tensor) -> Tensor:
+        whole = x.to(torch.int64)
+        if bool((whole // self.N).any()) or not torch.equal(whole.to(torch.float64), x):
+            raise NotExact(NO_ELEMENT)
+        return whole
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         return self.bilinear(torch.mul, x, y)
@@ -229,10 +249,14 @@ class Ring(Algebra):
             return product
         return torch.where(*self._roots.find(x), product)
 
-    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
-        """fn(x), where fn adds up elements."""
+    def linear(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1, wraps: bool = False
+    ) -> Tensor:
+        """fn(x), where fn adds up elements; ``wraps``: int64 has it, too."""
         if not bool(x.isfinite().all()):
             raise NotExact("a sum with an infinite element")
+        if wraps and terms <= _FEW_ADDENDS:
+            return torch.remainder(fn(self._integers(x)), self.N).to(torch.float64)
         c0, c1, c2 = map(fn, self.digits(x))
         return self._whole(c0, c1, c2)
 
@@ -389,8 +413,20 @@ def _key_of(seed: int, name: str, i: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def _finite_or_infinite(x: Tensor) -> Tensor:
+    if bool(x.isnan().any()):
+        raise NotExact("infinity minus infinity")
+    return x
+
+
+def _products(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> int:
+    return 0 if fn is torch.mul else x.numel() * y.shape[-1]
+
+
 def _mod(x: Tensor, m: int) -> Tensor:
     """Of integers from 0 to 2^53. The quotient is at most one too large: it was rounded."""
+    if x.numel() < _FEW:
+        return torch.remainder(x, m)
     rest = x - (x / m).floor() * m
     return torch.where(rest < 0, rest + m, rest)
 
