@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,12 +33,14 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     return table.get(func)
 
 
+@cache
 def name_of(func: Any) -> tuple[str, str, str]:
     """Namespace, name and overload."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace, name, func._overloadname
 
 
+@cache
 def written_args(func: Any) -> list[tuple[int, str, bool]]:
     """The arguments that it writes: place, name, given by name only."""
     return [
@@ -47,6 +50,7 @@ def written_args(func: Any) -> list[tuple[int, str, bool]]:
     ]
 
 
+@cache
 def functional(func: Any) -> Any:
     """The op that gives a new tensor where this one writes its first argument: add for add_."""
     namespace, name, overload = name_of(func)

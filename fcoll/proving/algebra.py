@@ -43,6 +43,9 @@ class Algebra:
     def constant(self, x: float) -> float | None:
         raise NotImplementedError
 
+    def note(self, x: float, value: float) -> None:
+        """The element x was computed from constants alone, and stands for this one."""
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -63,7 +66,9 @@ class Algebra:
     ) -> Tensor:
         raise NotImplementedError
 
-    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
+    def linear(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1, wraps: bool = False
+    ) -> Tensor:
         raise NotImplementedError
 
     def exp(self, x: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ class Algebra:
             return x.clone()
         dims = dims or list(range(x.dim()))
         terms = max(1, torch.Size([x.shape[d] for d in dims]).numel())
-        return self.linear(lambda d: d.sum(dims, keepdim), x, terms)
+        return self.linear(lambda d: d.sum(dims, keepdim), x, terms, wraps=True)
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """Elementwise; what is multiplied by itself is squared."""

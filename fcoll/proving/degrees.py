@@ -74,7 +74,7 @@ class Degrees(Algebra):
         return torch.ones(count, dtype=torch.float64)
 
     def constant(self, x: float) -> float | None:
-        return 1.0 if x == 0 else None
+        return 1.5 if x == 0 else None  # which is not known: 1 - x is not 0, int(x) is a first step
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         (a, b, i), (c, d, j) = _parts(x), _parts(y)
@@ -108,7 +108,9 @@ class Degrees(Algebra):
         shared = None if x_alike is None or y_alike is None else x_alike + y_alike
         return self._sum(self.mul(_largest(x), _largest(y)), terms, count, shared)
 
-    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
+    def linear(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1, wraps: bool = False
+    ) -> Tensor:
         count = fn(torch.ones_like(x))
         return self._sum(_largest(x), terms, count, _alike(fn, _parts(x)[2], count))
 
@@ -158,8 +160,12 @@ class Degrees(Algebra):
             self.deepest = max(self.deepest, degree_of(x))
 
     def key(self, x: Tensor) -> Tensor:
+        """By place, alike on all ranks: by degree the first element would be the largest, and all
+        tokens go to the first expert."""
         self._note(x)
-        return x
+        place = torch.arange(x.numel(), dtype=torch.float64).view(x.shape)
+        by_place = 1 + (place * 7919) % 1009
+        return torch.where((x == 0) | ~x.isfinite(), x, by_place)
 
     def cut(self, x: Tensor) -> Tensor:
         self._note(x)

@@ -26,6 +26,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def element(a: Algebra, x: Any) -> Tensor:
     if isinstance(x, Tensor):
+        if x.is_complex():
+            raise NotExact("it has no rule for complex numbers")
         return x if x.is_floating_point() else a.lift(x)
     return a.number(x)
 

@@ -12,12 +12,14 @@ from fcoll.graph._torch import op_is_random
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
+from fcoll.proving.lists import ELEMENTWISE, joined, parted
 from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
-from fcoll.proving.norm_rules import RULES  # all of them
 from fcoll.proving.optimizer_rules import FUSED
+from fcoll.proving.pooling_rules import RULES  # all of them
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = frozenset(_FLOATS)
 _META = torch.device("meta")  # sizes without elements
 
 
@@ -27,6 +29,32 @@ class Refused(Exception):
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _floats_in(args: Any) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.is_floating_point() or x.is_complex():
+                yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _floats_in(x)
+
+
+def _is_marked(floats: list[Tensor]) -> bool:
+    """By torch, as the conjugate or the negative of what it holds: views of complex numbers."""
+    return any([x.is_neg() or (x.is_complex() and x.is_conj()) for x in floats])
+
+
+def _is_single(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 0
+
+
+def lifted_constant(algebra: Algebra, x: Tensor) -> Tensor:
+    """An optimizer may ask again for the number that a tensor is, its learning rate."""
+    lifted = algebra.lift(x)
+    if _is_single(x):
+        algebra.note(float(lifted), float(x.detach()))
+    return lifted
 
 
 def _is_complex(x: Any) -> bool:
@@ -84,11 +112,13 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         self._made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t not in _FLOATS for t in types):  # a DTensor's local parts come later
+        if not _PLAIN.issuperset(types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = kwargs or {}
-        floats = [x for x in (*_each(args), *_each(kwargs.values())) if _is_float(x)]
-        if any(x.is_meta for x in floats) or kwargs.get("device") == _META:
+        floats = list(_floats_in(args))
+        if kwargs:
+            floats.extend(_floats_in(kwargs.values()))
+        if kwargs.get("device") == _META or any([x.is_meta for x in floats]):
             return func(*args, **kwargs)
         if self.parameters:
             self._note_use(floats)
@@ -113,7 +143,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         namespace, name, _ = _torch.name_of(func)
         if namespace in SILENT:
             return func(*args, **kwargs)
-        if any(x.is_conj() or x.is_neg() for x in floats) and name not in ("_conj", "_neg_view"):
+        if name not in ("_conj", "_neg_view") and _is_marked(floats):
             args, kwargs = self._each_float(args, kwargs, lambda x: resolved(self.algebra, x))
         if op_is_random(func):
             return self._random(func, args, kwargs, floats)
@@ -134,6 +164,11 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if base in MOVES and base not in RULES:
             kwargs = {k: _wide(v) for k, v in kwargs.items()}
+            if base in _JOINS:
+                joined = [x if _is_float(x) else self.algebra.lift(x) for x in args[0]]
+                args = (joined, *args[1:])
+            return func(*args, **kwargs)
+        if base in _NEW and not _makes_wide(kwargs):  # ones of integers, like a tensor of floats
             return func(*args, **kwargs)
         if base in UNINITIALIZED:
             return self._uninitialized(func, args, kwargs)
@@ -146,9 +181,16 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         is_complex = any(isinstance(x, complex) or _is_complex(x) for x in values)
         rules = COMPLEX_RULES if is_complex or name in ("polar", "complex") else RULES
         if (rule := rules.get(name)) is not None:
+            if name not in _NEW and not _makes_wide(kwargs):  # a sum of floats as integers
+                args, _ = self._each_float(args, {}, lambda x: as_integers(self.algebra, x))
+                return func(*args, **kwargs)
             given = {k: v for k, v in kwargs.items() if k not in _HOW}
             with torch.no_grad():
-                return rule(self.algebra, *args, **given)
+                out = rule(self.algebra, *args, **given)
+            # x ** 1 is a tensor of its own, which may be written
+            out = out.clone() if any(out is x for x in values) else out
+            self._note_constant(func, args, kwargs, out)
+            return out
         if (made := _torch.decomposition(func)) is not None:
             with self:
                 return made(*args, **kwargs)
@@ -157,6 +199,22 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         if out is NotImplemented:
             raise NotExact("it has no rule in exact arithmetic")
         return out
+
+    def _note_constant(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """What single numbers make is one, too: an optimizer computes so with powers of betas."""
+        if func is None or not _is_single(out):
+            return
+        tensors = [x for x in (*_each(args), *_each(kwargs.values())) if isinstance(x, Tensor)]
+        if not all(x.dim() == 0 for x in tensors):
+            return
+        floats = {id(x): self.algebra.constant(float(x.detach())) for x in tensors if _is_float(x)}
+        if None not in floats.values():
+            with torch.no_grad():
+                plain, named = self._each_float(
+                    args, kwargs, lambda x: torch.tensor(floats[id(x)], dtype=torch.float64)
+                )
+                named = {k: _wide(v) for k, v in named.items()}
+                self.algebra.note(float(out.detach()), float(func(*plain, **named)))
 
     def _written(self, func: Any, base: str, args: Any, kwargs: Any, written: Any) -> Any:
         """add_(x, y) is x.copy_(add(x, y)); so are forms with out=."""
@@ -176,6 +234,14 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         base, n = name.removesuffix("_"), len(args[0])
         if base not in RULES and getattr(torch.ops.aten, name, None) is None:
             raise NotExact("it has no rule in exact arithmetic")
+        if base in ELEMENTWISE and n > 1 and (flat := joined(args, kwargs)) is not None:
+            with torch.no_grad():
+                done = parted(RULES[base](self.algebra, *flat), args[0])
+                if not name.endswith("_"):
+                    return done
+                for x, value in zip(args[0], done, strict=True):
+                    x.copy_(value)
+                return None
         done = [self._one_of(name, i, n, args, kwargs) for i in range(n)]
         return None if name.endswith("_") else done
 
@@ -202,7 +268,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         def lift(x: Tensor) -> Tensor:
             if x.is_complex():
                 return packed(*map(self.algebra.lift, torch.view_as_real(x).unbind(-1)))
-            return self.algebra.lift(x)
+            return lifted_constant(self.algebra, x)
 
         return self._each_float(args, kwargs, lambda x: x if _is_wide(x) else lift(x))
 
@@ -264,7 +330,7 @@ def _placed(func: Any, error: Exception) -> str:
 def _lift_fresh(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     """torch.tensor(...) in the step."""
     x = args[0]
-    return mode.algebra.lift(x) if x.is_floating_point() else func(x)
+    return lifted_constant(mode.algebra, x) if x.is_floating_point() else func(x)
 
 
 def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,10 +347,7 @@ def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     if x.is_floating_point():
         if dtype == torch.bool:
             return x != 0
-        known, counts = mode.algebra.counts(x)
-        if not bool(known.all()):
-            raise NotExact(f"floats become {dtype}")
-        return counts.to(dtype)
+        return as_integers(mode.algebra, x).to(dtype)
     return func(*args, **kwargs)
 
 
@@ -330,3 +393,17 @@ SPECIAL: dict[str, Callable[[Exact, Any, Any, Any], Any]] = {
     "_local_scalar_dense": _item,
 }
 _HOW = ("dtype", "layout", "device", "pin_memory", "memory_format", "out")
+_NEW = frozenset(("ones_like", "full_like", "new_ones", "new_full"))
+_JOINS = frozenset(("cat", "concatenate", "stack"))  # integers, too, with floats
+
+
+def _makes_wide(kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype")
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
+def as_integers(algebra: Algebra, x: Tensor) -> Tensor:
+    known, counts = algebra.counts(x)
+    if not bool(known.all()):
+        raise NotExact("floats that are no small integers become integers")
+    return counts.to(torch.int64)

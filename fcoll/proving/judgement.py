@@ -99,23 +99,30 @@ def results(
     """Each result of the step, as it compares: how it is read, or empty if in no way."""
     for name, want in one.outputs.items():
         got = [o.outputs.get(name) for o in ranks]
-        value = Compared("loss", name, got, [want] * len(ranks), want)
-        if any(x is None for x in got):
-            missing = [r for r, x in enumerate(got) if x is None]
-            raise Refused(f"the step's {name} is not there on ranks {missing}")
-        yield value, _reading(ring, [x for x in got if x is not None], want, mesh, data)
+        value = Compared("loss", name, got, [x if x is None else want for x in got], want)
+        if all(x is None for x in got):  # where only some have it, as the last stage: theirs
+            raise Refused(f"the step's {name} is not there on any rank")
+        yield value, _reading(ring, got, want, mesh, data)
 
 
-def _reading(ring: Ring, got: list[Tensor], want: Tensor, mesh: Mesh, data: Sequence[str]) -> str:
-    if all(same(ring, x, want) for x in got):
+def _reading(
+    ring: Ring, of_ranks: list[Tensor | None], want: Tensor, mesh: Mesh, data: Sequence[str]
+) -> str:
+    got = {r: x for r, x in enumerate(of_ranks) if x is not None}
+    if all(same(ring, x, want) for x in got.values()):
         return "the same on all ranks"
     for axes in mesh.subsets(data):
         shown = ", ".join(axes)
-        groups = [[got[r] for r in group] for group in mesh.groups(axes)]
+        members = [group for group in mesh.groups(axes) if not got.keys().isdisjoint(group)]
+        if any(r not in got for group in members for r in group):
+            continue
+        groups = [[got[r] for r in group] for group in members]
         for dim in range(want.dim()):
             if all(_fits(ring, parts, want, dim) for parts in groups):
                 return f"cut over {shown} along dim {dim}"
-        if any(x.shape != want.shape for x in got) or all(_alike(ring, g) for g in groups):
+        other = any(x.shape != want.shape for x in got.values())
+        is_count = bool(ring.counts(want)[0].all())  # of tokens: ranks may have as many
+        if other or (all(_alike(ring, g) for g in groups) and not is_count):
             continue  # the same on all ranks is no part of a sum: it is the result, and wrong
         sums = [total(ring, parts) for parts in groups]
         if all(same(ring, x, want) for x in sums):

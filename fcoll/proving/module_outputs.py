@@ -136,10 +136,13 @@ def contained(ring: Ring, ranks: list[Tensor], one: list[Tensor]) -> bool:
 
 
 def cuttable(ring: Ring, one: ModuleValues, ranks: Sequence[ModuleValues]) -> frozenset[str]:
-    """The modules whose outputs ranks have as one device has them, all finite."""
+    """The modules whose outputs ranks have as one device has them, all finite; but of a first call
+    anything: in it the stages of torch's pipelines find out shapes."""
     found = set()
     for (what, name), values in one.forward.items():
-        of_ranks = [x for o in ranks for x in o.forward.get((what, name), ())]
+        calls = [o.forward.get((what, name), []) for o in ranks]
+        first, later = [c for c in calls if len(c) == 1], [c[1:] for c in calls]
+        of_ranks = [x for c in (*first, *later) for x in c]
         is_finite = all(bool(x.isfinite().all()) for x in values)
         if what == OUTPUT and name and is_finite and of_ranks and contained(ring, of_ranks, values):
             found.add(name)

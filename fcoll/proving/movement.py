@@ -15,7 +15,9 @@ _MOVES = """
     unbind_copy unfold unfold_copy unsafe_chunk unsafe_split unsqueeze unsqueeze_copy value view
     view_as view_as_complex view_as_real view_copy _conj _neg_view zero zeros zeros_like
     masked_select _pin_memory record_stream reflection_pad1d reflection_pad2d
-    replication_pad1d replication_pad2d
+    reflection_pad3d replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d
 """
 MOVES = frozenset(_MOVES.split())
 

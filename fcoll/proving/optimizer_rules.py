@@ -60,6 +60,17 @@ def _fused_sgd(params: Any, grads: Any, buffers: Any, **how: Any) -> None:
         param.add_(grad, alpha=-how["lr"])
 
 
+def _fused_adagrad(params: Any, grads: Any, sums: Any, steps: Any, **how: Any) -> None:
+    how = _without_scaler(how)
+    for param, grad, total, step in zip(params, grads, sums, steps, strict=True):
+        grad = -grad if how["maximize"] else grad
+        if how["weight_decay"]:
+            grad = grad.add(param, alpha=how["weight_decay"])
+        rate = how["lr"] / (1 + (int(step.item()) - 1) * how["lr_decay"])
+        total.addcmul_(grad, grad, value=1)
+        param.addcdiv_(grad, total.sqrt().add_(how["eps"]), value=-rate)
+
+
 def _without_scaler(how: dict[str, Any], **more: Any) -> dict[str, Any]:
     if how.get("grad_scale") is not None or isinstance(how["lr"], Tensor):
         raise NotExact("gradients scaled by a tensor, or a learning rate that is one")
@@ -70,6 +81,7 @@ FUSED: dict[str, Callable[..., None]] = {
     "_fused_adam_": lambda *lists, **how: _fused_adam(False, *lists, **how),
     "_fused_adamw_": lambda *lists, **how: _fused_adam(True, *lists, **how),
     "_fused_sgd_": _fused_sgd,
+    "_fused_adagrad_": _fused_adagrad,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +19,17 @@ from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
+from fcoll.proving.escapes import Escaped, Known, active, current, no_escapes
 from fcoll.proving.exact_mode import Exact, Refused, Wide
 from fcoll.proving.module_outputs import ModuleValues, watched
 from fcoll.proving.optimizer_rules import cut_around_steps
+from fcoll.proving.shared_tensors import check_unwritten, shared_with_others
+from fcoll.proving.state import State, as_elements, buffers_of, optimizer_states
 from fcoll.reductions import Reduction
 from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
-from fcoll.source import line_of, user_line
-from fcoll.tracing._torch import around_backward, replaced
+from fcoll.source import line_of
+from fcoll.tracing._torch import around_backward
 from fcoll.tracing.trace import backward_of
 
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -39,8 +41,9 @@ class Observed:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # at each optimizer step
-    is_taken: bool = True  # by an optimizer: else they are what the step left
+    left: set[str] = field(default_factory=set)  # whose gradient no optimizer has taken
     parameters: dict[str, Tensor] = field(default_factory=dict)  # after the step
+    state: State = field(default_factory=State)  # likewise
     lines: dict[str, str] = field(default_factory=dict)  # where each parameter was first used
     of_modules: ModuleValues = field(default_factory=ModuleValues)
 
@@ -98,6 +101,7 @@ class Program:
         turns: list[Turn | None] = []
         lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         ran_backward: set[int] = set()
+        holders: dict[int, Held] = {}
 
         def note(is_derivative: bool) -> None:
             if (me := this_rank()) is not None and not is_derivative:
@@ -133,8 +137,11 @@ class Program:
             mode = Exact(algebra, rank, self.allow, self.label)
             with _torch.raw():
                 _fill(held, algebra, layout, rank, mode)
+                holders[rank] = held
                 dist.barrier()  # what ranks share is lifted when all have built, once
                 _lift(held, algebra, lifted)
+                shared = shared_with_others(rank, holders)
+                before = buffers_of(held, self.named, algebra)
             observed = Observed(lines=mode.lines)
             ran_backward.discard(rank)
             # of a wrapper and what it wraps, which have one name, the inner one
@@ -148,6 +155,11 @@ class Program:
                 if rank not in ran_backward and not has_updated:
                     backward_of(out)
                 _collect(held, out, observed, algebra)
+            with _torch.raw():
+                check_unwritten(shared)
+                now = buffers_of(held, self.named, algebra)
+                written = {k for k, x in now.items() if not torch.equal(x, before.get(k, x))}
+                observed.state = State(now, written, optimizer_states(held, algebra))
             dist.barrier()
             with _torch.raw():
                 _restore(algebra, lifted)
@@ -173,7 +185,7 @@ class Program:
             stack.callback(torch.set_default_dtype, before)
             # the fused kernels of attention compute with floats of their own
             stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
-            stack.enter_context(_no_escapes())
+            stack.enter_context(no_escapes())
             stack.enter_context(_torch.as_on_devices())
             try:
                 arithmetic, isolate = Folding(), self.isolate
@@ -200,7 +212,7 @@ class Folding:
 
     def current(self) -> Any:
         """None while a program is built: on floats as they are."""
-        mode = getattr(_thread, "mode", None)
+        mode = current()
         return None if mode is None else mode.algebra
 
     def fold(self, row: Reduction, parts: list[Tensor]) -> Tensor:
@@ -252,6 +264,8 @@ def _lift(held: Held, algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]
         storage = torch.empty(0, dtype=torch.float64).set_(local.untyped_storage())
         lifted[id(algebra), key] = storage, storage.clone()
         storage.copy_(algebra.lift(storage.clone()))
+        if local.dim() == 0 and local.is_floating_point():
+            algebra.note(float(local), float(lifted[id(algebra), key][1][local.storage_offset()]))
 
 
 def _restore(algebra: Algebra, lifted: dict[Any, tuple[Tensor, Tensor]]) -> None:
@@ -298,90 +312,27 @@ def _gradients(held: Held, of: Callable[[Tensor], bool]) -> dict[str, Tensor]:
 
 
 def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None:
-    if not observed.gradients:
-        observed.gradients.append(_gradients(held, lambda x: True))
-        observed.is_taken = False
+    taken = {name for of_a_step in observed.gradients for name in of_a_step}
+    left = {k: x for k, x in _gradients(held, lambda x: True).items() if k not in taken}
+    observed.left = set(left)
+    observed.gradients[-1:] = [{**(observed.gradients or [{}])[-1], **left}]
     for path, x in _torch.tree_flatten_with_path(out)[0]:
         name = f"result{_torch.keystr(path)}" if path else "loss"
-        if isinstance(x, Escaped):
-            observed.outputs[name] = x.element
-        elif isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
-            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
-            whole = torch.view_as_real(whole.resolve_conj()) if x.is_complex() else whole
-            with _torch.raw():
-                observed.outputs[name] = _torch.local_of(whole).detach().clone()
+        if (element := _number(x, algebra)) is not None:
+            observed.outputs[name] = element
     with _torch.raw():
         for name, x in held.parameters.items():
             observed.parameters[name] = algebra.uncut(_torch.local_of(x).detach().clone())
 
 
-# -- values that leave tensors ---
-
-_thread = threading.local()
-
-
-@contextmanager
-def active(mode: Exact) -> Iterator[None]:
-    _thread.mode = mode
-    try:
-        with mode:
-            yield
-    finally:
-        _thread.mode = None
-
-
-class Escaped(float):
-    """What ``.item()`` gives for a value of the step: it can be shown, not computed with."""
-
-    element: Tensor
-
-    def _refuse(self, *_: Any) -> Any:
-        at = user_line()
-        where = f", at {at}" if at else ""
-        raise Refused(f".item(): a value of the step is used as a number of Python's{where}")
-
-
-_ARITHMETIC = """
-    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs lt le
-    gt ge eq ne bool int round trunc floor ceil float
-"""
-for _name in _ARITHMETIC.split():
-    setattr(Escaped, f"__{_name}__", Escaped._refuse)
-Escaped.__hash__ = float.__hash__  # type: ignore[method-assign]
-
-
-@contextmanager
-def _no_escapes() -> Iterator[None]:
-    """Reads of a tensor's memory that no dispatch mode sees are refused in a step."""
-    originals = {name: getattr(Tensor, name) for name in ("item", *_READS)}
-
-    def item(x: Tensor) -> Any:
-        mode = getattr(_thread, "mode", None)
-        if mode is None or not x.is_floating_point() or x.numel() != 1:
-            return originals["item"](x)
-        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
-        with _torch.raw():
-            element = _torch.local_of(whole).detach().reshape(()).clone()
-            known = mode.algebra.constant(float(originals["item"](element)))
-        if known is not None:
-            return known
-        escaped = Escaped("nan")
-        escaped.element = element
-        return escaped
-
-    def refused(name: str) -> Callable[..., Any]:
-        def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            has_elements = x.is_floating_point() or x.is_complex()
-            if getattr(_thread, "mode", None) is not None and has_elements:
-                at = user_line()
-                where = f", at {at}" if at else ""
-                raise Refused(f".{name}() takes values of the step out of it{where}")
-            return originals[name](x, *args, **kwargs)
-
-        return read
-
-    with replaced(Tensor, {"item": item, **{name: refused(name) for name in _READS}}):
-        yield
-
-
-_READS: Sequence[str] = ("tolist", "numpy", "__array__", "__dlpack__")
+def _number(x: Any, algebra: Algebra) -> Tensor | None:
+    """A number or numbers that the step returns, as elements."""
+    if isinstance(x, Escaped):
+        return x.element
+    if isinstance(x, (int, Known)):
+        return algebra.number(float(x))
+    if not isinstance(x, Tensor):
+        return None
+    whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+    with _torch.raw():
+        return as_elements(_torch.local_of(whole).detach(), algebra)

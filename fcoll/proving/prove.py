@@ -23,6 +23,7 @@ from fcoll.proving.module_outputs import cuttable, without_cuts
 from fcoll.proving.program import Build, Cuts, Observed, Plan, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.shared_state import watch_modules
+from fcoll.proving.state import Wanted, wanted_buffers, wanted_states
 from fcoll.proving.verdict import Difference, Verdict
 from fcoll.simulation.rank_settings import isolated
 
@@ -116,6 +117,7 @@ class _Proof:
     cuts: Cuts = UNCUT
     layout: Layout | None = None
     data: tuple[str, ...] = ()
+    is_idle: bool = False  # does the step do nothing that could be compared?
 
     def verdict(self, trials: int) -> Verdict:
         self._run(trials, may_cut=True)
@@ -125,8 +127,9 @@ class _Proof:
         if self.trials[-1].wrong:
             _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
             return self._verdict(False, 0.0, self.trials[-1].differences())
-        if not any(self.compared.values()):
-            raise Refused("there is nothing to compare: the step returns no loss and has no module")
+        if self.is_idle:
+            why = "the step returns no number, leaves no gradient and changes nothing"
+            raise Refused(f"there is nothing to compare: {why}")
         if (bound := self._bound()) >= 1.0:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
@@ -161,12 +164,19 @@ class _Proof:
             seen = yield rings[0], UNCUT
             if self._differs(rings[0], one[0], seen, trials):
                 return
-            degrees_seen = yield degrees, UNCUT
-            self.degree = _highest([one[1], *degrees_seen]) + degrees.deepest
-            if may_cut and self.degree / rings[0].p > WEAK:
-                of_ranks = [o.of_modules for o in seen]
+            of_ranks = [o.of_modules for o in seen]
+
+            def cuts() -> Cuts:
+                if not may_cut or self.degree / rings[0].p <= WEAK:
+                    return UNCUT
                 modules = cuttable(rings[0], one[0].of_modules, of_ranks)
-                self.cuts = Cuts(modules, self.alone.surveys[0].has_optimizer)
+                return Cuts(modules, self.alone.surveys[0].has_optimizer)
+
+            self.degree = _highest(one[1:2]) + degrees.deepest
+            self.cuts = cuts()  # where one device's degree is high, ranks need not count theirs
+            if not self.cuts:
+                self.degree = _highest([one[1], *(yield degrees, UNCUT)]) + degrees.deepest
+                self.cuts = cuts()
             if self.cuts:
                 for algebra in pieces.algebras:
                     pieces.seen.append((yield algebra, self.cuts))
@@ -234,18 +244,27 @@ class _Proof:
         gradients, parameters = gradients_and_parameters(one, many, layout)
         wrong_parameters = [v for v in parameters if not agrees(ring, v)]
         wrong_gradients = [v for v in gradients if not agrees(ring, v)]
-        if not one.is_taken:
-            updated = _updated_by_step(ring, one) - {v.name for v in wrong_parameters}
-            scratch = {v.name for v in wrong_gradients} & updated
-            gradients = [v for v in gradients if v.name not in scratch]
-            wrong_gradients = [v for v in wrong_gradients if v.name not in scratch]
+        updated = _updated_by_step(ring, one)
+        left = one.left.union(*(o.left for o in many))
+        scratch = left & updated & {v.name for v in wrong_gradients}
+        scratch -= {v.name for v in wrong_parameters}
+        gradients = [v for v in gradients if v.name not in scratch]
+        wrong_gradients = [v for v in wrong_gradients if v.name not in scratch]
+        states = [Compared(*wanted) for wanted in self._states(one, many, layout)]
+        self.is_idle = not (read or gradients or updated or states)
         self.compared = {
             "losses": len(read),
             "gradients": len(gradients),
             "updated parameters": len(parameters),
         }
         wrong = [value for value, reading in read if not reading]
-        return [*wrong, *wrong_gradients, *wrong_parameters]
+        wrong_states = [value for value in states if not agrees(ring, value)]
+        return [*wrong, *wrong_gradients, *wrong_parameters, *wrong_states]
+
+    def _states(self, one: Observed, many: list[Observed], layout: Layout) -> Iterator[Wanted]:
+        ranks = [o.state for o in many]
+        yield from wanted_buffers(one.state, ranks, self.parallel.mesh)
+        yield from wanted_states(one.state, ranks, layout)
 
 
 @dataclass

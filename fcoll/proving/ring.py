@@ -2,8 +2,9 @@
 
 N is below 2^51, so a residue is an integer that float64 holds. It is also three digits to the base
 p, each below 2^17: products and long sums of digits stay below 2^53, which float64 (and its BLAS)
-adds without rounding. Numbers of a program become residues by their meaning as rationals; odd p
-makes 0.5 and 1/n exact.
+adds without rounding. Few and small products are made in int64, which wraps around, less the
+multiple of N that floats tell nearly: a third of the ops. Numbers of a program become residues by
+their meaning as rationals; odd p makes 0.5 and 1/n exact.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from fcoll.proving.constants import perfect, rational, root_mod
 from fcoll.proving.known_values import KnownValues
 
 MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
+_WRAPPING = {torch.mul, torch.mm, torch.bmm, torch.mv, torch.dot}  # int64 has them
+_FEW_TERMS = 64  # floats tell the quotient to 64^2 / 4, so that the rest is below 2^10 x 2^51
+_MANY_PRODUCTS = 2**15  # from there on BLAS is faster than int64
+_FEW_ADDENDS = 2**11  # of residues, in an int64
+_FEW = 2**12  # elements: below, an op's call costs more than what it computes
 _SMALL = 2**12  # numerators and denominators of values that are taken for constants
 _WORD = 2**64
+NO_ELEMENT = "a value that is not finite, or was not made by the step's own ops"
 
 
 class Ring(Algebra):
@@ -38,6 +45,7 @@ class Ring(Algebra):
         self._roots = KnownValues()  # of each its square
         self._logs = KnownValues()  # of each the root of unity that exp restores
         self._cuts = KnownValues()  # of each what it was
+        self._numbers: dict[float, float] = {}  # what elements of constants stand for
         self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
         self.took_log = self.took_sigmoid_of_log = False
 
@@ -56,7 +64,7 @@ class Ring(Algebra):
         d2 = (rest - d1) / self.p
         wrong = (d0 != d0.floor()) | (d2 < 0) | (d2 >= self.p) | (d2 != d2.floor())
         if bool(wrong.any()):
-            raise NotExact("a value that is not finite, or was not made by the step's own ops")
+            raise NotExact(NO_ELEMENT)
         return d0, d1, d2
 
     def _whole(self, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
@@ -130,8 +138,8 @@ class Ring(Algebra):
 
     def constant(self, x: float) -> float | None:
         """The simple rational that a residue is, if it is one: by chance 1 residue in 2^26 is."""
-        if not math.isfinite(x):
-            return x
+        if not math.isfinite(x) or x in self._numbers:
+            return self._numbers.get(x, x)
         old, new, s_old, s_new = self.N, int(x), 0, 1
         while new >= _SMALL**2:  # Euclid's steps until the numerator is small
             q = old // new
@@ -140,11 +148,20 @@ class Ring(Algebra):
             return None
         return new / s_new
 
+    def note(self, x: float, value: float) -> None:
+        self._numbers[x] = value
+
     def draw(self, name: str, count: int) -> Tensor:
         """Values of a parameter: uniform, by its name and index."""
         return self._hash(f"parameter {name}", torch.arange(count, dtype=torch.float64))
 
     # -- arithmetic ---
+
+    def sub(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._logs:
+            return super().sub(x, y)
+        rest = x - y
+        return _finite_or_infinite(torch.where(rest < 0, rest + self.N, rest))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         total = self._add(x, y)
@@ -159,13 +176,7 @@ class Ring(Algebra):
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         total = x + y
-        total = torch.where(total >= self.N, total - self.N, total)
-        infinite = ~total.isfinite()
-        if bool(infinite.any()):
-            if bool(total.isnan().any()):
-                raise NotExact("infinity minus infinity")
-            total = torch.where(infinite, x + y, total)
-        return total
+        return _finite_or_infinite(torch.where(total >= self.N, total - self.N, total))
 
     def neg(self, x: Tensor) -> Tensor:
         done = self._neg(x)
@@ -175,7 +186,7 @@ class Ring(Algebra):
         return done
 
     def _neg(self, x: Tensor) -> Tensor:
-        return torch.where(x == 0, x, torch.where(x.isfinite(), self.N - x, -x))
+        return torch.where(x == 0, x, self.N - x)
 
     def _note_log(self, x: Tensor, known: Tensor, unit: Tensor) -> None:
         """Sums and differences of logarithms are logarithms; a small integer is anybody's."""
@@ -188,10 +199,24 @@ class Ring(Algebra):
         """fn(x, y), where fn is linear in each, and its elements are sums of so many products."""
         if terms > MOST_TERMS:
             raise NotExact(f"a sum of {terms} products, more than {MOST_TERMS}")
+        if fn in _WRAPPING and terms <= _FEW_TERMS and _products(fn, x, y) < _MANY_PRODUCTS:
+            return self._wrapping(fn, x, y)
         x0, x1, x2 = self.digits(x)
         y0, y1, y2 = self.digits(y)
         c1 = fn(x0, y1) + fn(x1, y0)
         return self._whole(fn(x0, y0), c1, fn(x0, y2) + fn(x1, y1) + fn(x2, y0))
+
+    def _wrapping(self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """fn(x, y) - N q modulo 2^64, where q is the quotient but for an error that is small."""
+        quotient = (fn(x, y) / self.N).to(torch.int64)
+        rest = fn(self._integers(x), self._integers(y)) - quotient * self.N
+        return torch.remainder(rest, self.N).to(torch.float64)
+
+    def _integers(self, x: Tensor) -> Tensor:
+        whole = x.to(torch.int64)
+        if bool((whole // self.N).any()) or not torch.equal(whole.to(torch.float64), x):
+            raise NotExact(NO_ELEMENT)
+        return whole
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         return self.bilinear(torch.mul, x, y)
@@ -224,10 +249,14 @@ class Ring(Algebra):
             return product
         return torch.where(*self._roots.find(x), product)
 
-    def linear(self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1) -> Tensor:
-        """fn(x), where fn adds up elements."""
+    def linear(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, terms: int = 1, wraps: bool = False
+    ) -> Tensor:
+        """fn(x), where fn adds up elements; ``wraps``: int64 has it, too."""
         if not bool(x.isfinite().all()):
             raise NotExact("a sum with an infinite element")
+        if wraps and terms <= _FEW_ADDENDS:
+            return torch.remainder(fn(self._integers(x)), self.N).to(torch.float64)
         c0, c1, c2 = map(fn, self.digits(x))
         return self._whole(c0, c1, c2)
 
@@ -303,17 +332,23 @@ class Ring(Algebra):
     def opaque(self, name: str, *args: Tensor) -> Tensor:
         """A function of which nothing is known: a hash of its name and arguments."""
         self.uninterpreted.add(name)
+        for x in args:
+            _check_whole(x)
         return self._hash(name, *args)
 
     def key(self, x: Tensor) -> Tensor:
         """Numbers that order the residues, in an order drawn at random. Small integers, which count
         something, lie together in their own."""
+        _check_whole(x)
         mixed = (self._mixed("order", x) & (2**52 - 1)).to(torch.float64)
         known, number = self.counts(x)
         mixed = torch.where(known, self._zero_key + number, mixed)
         return torch.where(x.isfinite(), mixed, x)
 
     def cut(self, x: Tensor) -> Tensor:
+        _check_whole(x)
+        if not x.dim() and float(x) in self._numbers:
+            return x
         kept = self.counts(x)[0]
         if self._cuts:
             kept = kept | self._cuts.find(x)[0]
@@ -349,6 +384,11 @@ class Ring(Algebra):
         return _scramble(finite.to(torch.int64) ^ key)
 
 
+def _check_whole(x: Tensor) -> None:
+    if bool((x != x.floor()).any()):
+        raise NotExact(NO_ELEMENT)
+
+
 def _scramble(x: Tensor) -> Tensor:
     """splitmix64's last steps, twice; int64 wraps around."""
     for _ in range(2):
@@ -373,8 +413,20 @@ def _key_of(seed: int, name: str, i: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def _finite_or_infinite(x: Tensor) -> Tensor:
+    if bool(x.isnan().any()):
+        raise NotExact("infinity minus infinity")
+    return x
+
+
+def _products(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> int:
+    return 0 if fn is torch.mul else x.numel() * y.shape[-1]
+
+
 def _mod(x: Tensor, m: int) -> Tensor:
     """Of integers from 0 to 2^53. The quotient is at most one too large: it was rounded."""
+    if x.numel() < _FEW:
+        return torch.remainder(x, m)
     rest = x - (x / m).floor() * m
     return torch.where(rest < 0, rest + m, rest)
 

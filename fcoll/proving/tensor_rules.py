@@ -89,7 +89,7 @@ def _norm(
 @rule("cumsum")
 def _cumsum(a: Algebra, x: Any, dim: int, **_: Any) -> Tensor:
     x = element(a, x)
-    return a.linear(lambda d: d.cumsum(dim), x, _count(x, dims_of(x, dim)))
+    return a.linear(lambda d: d.cumsum(dim), x, _count(x, dims_of(x, dim)), wraps=True)
 
 
 @rule("cumprod")
@@ -113,21 +113,33 @@ def _prod(a: Algebra, x: Any, dim: int | None = None, keepdim: bool = False, **_
     return done.unsqueeze(dim) if keepdim else done
 
 
+@rule("histc")
+def _histogram(a: Algebra, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    known, counts = a.counts(element(a, x))
+    if not bool(known.all()):
+        raise NotExact("a histogram of values of the step")
+    return a.lift(torch.histc(counts, bins, min, max))
+
+
 @rule("index_add")
 def _index_add(a: Algebra, x: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Tensor:
     x, source = elements(a, x, source)
     source = source if alpha == 1 else a.mul(source, a.number(alpha))
-    zero = torch.zeros_like(x)
-    moved = a.linear(lambda d: zero.index_add(dim, index, d), source, index.numel())
-    return a.add(x, moved)
+
+    def moved(d: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=d.dtype).index_add(dim, index, d)
+
+    return a.add(x, a.linear(moved, source, index.numel(), wraps=True))
 
 
 @rule("scatter_add")
 def _scatter_add(a: Algebra, x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     x, source = elements(a, x, source)
-    zero = torch.zeros_like(x)
-    moved = a.linear(lambda d: zero.scatter_add(dim, index, d), source, index.numel())
-    return a.add(x, moved)
+
+    def moved(d: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=d.dtype).scatter_add(dim, index, d)
+
+    return a.add(x, a.linear(moved, source, index.numel(), wraps=True))
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
@@ -165,6 +177,25 @@ def _product(fn: Callable[[Tensor, Tensor], Tensor], a: Algebra, x: Any, y: Any)
 
 
 RULES |= {name: partial(_product, getattr(torch, name)) for name in ("mm", "bmm", "mv", "dot")}
+
+
+@rule("_grouped_mm")
+def _grouped(
+    a: Algebra, x: Any, y: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Of tokens that are sorted by expert, with each expert's matrix, or (two matrices) over the
+    tokens of each; what lies behind the last is 0."""
+    x, y = elements(a, x, y)
+    if offs is None or x.dim() > 2 or bias is not None:
+        raise NotExact("a grouped product of other shapes than tokens by experts")
+    ends = offs.tolist()
+    spans = [slice(first, max(first, end)) for first, end in zip([0, *ends], ends, strict=False)]
+    if y.dim() == 2:
+        return torch.stack([RULES["mm"](a, x[:, span], y[span]) for span in spans])
+    done = torch.zeros(len(x), y.shape[-1], dtype=torch.float64)
+    for span, weight in zip(spans, y, strict=True):
+        done[span] = RULES["mm"](a, x[span], weight)
+    return done
 
 
 def _with_product(

@@ -22,6 +22,26 @@ IMAGE, KERNEL = torch.arange(32.0).view(1, 2, 4, 4) - 7, torch.arange(16.0).view
 CONV = ([1, 1], [1, 0], [1, 1], False, [0, 0], 1)
 WEIGHT = tensor([1.0, 2.0, 0.5, 4.0], dtype=torch.float64)
 
+
+def ramp(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) - 7
+
+
+OFFSETS = tensor([1, 1, 3], dtype=torch.int32)
+
+
+def by_group(x, y):
+    """torch has it for bfloat16 and float32 only: the same in plain words, where no mode is."""
+    if x.dtype == torch.float64 and torch.utils._python_dispatch._get_current_dispatch_mode():
+        return aten._grouped_mm(x, y, OFFSETS)
+    ends = OFFSETS.tolist()
+    spans = [slice(*ends_) for ends_ in zip([0, *ends], ends, strict=False)]
+    if y.dim() == 2:
+        return torch.stack([x[:, s] @ y[s] for s in spans])
+    parts = [x[s] @ w for s, w in zip(spans, y, strict=True)]
+    return torch.cat([*parts, torch.zeros(len(x) - ends[-1], y.shape[-1]).double()])
+
+
 # What torch computes on floats, exactly: sums, products and quotients by powers of two.
 CASES = {
     "add": [lambda x, y: x + y, lambda x, y: torch.add(x, y, alpha=0.5), lambda x, y: x + 2],
@@ -62,7 +82,10 @@ CASES = {
     "var": [lambda x, y: x.var(1, correction=0), lambda x, y: x.var(1, correction=2)],
     "var_mean": [lambda x, y: torch.var_mean(x, 1, correction=0, keepdim=True)],
     "linalg_vector_norm": [lambda x, y: torch.linalg.vector_norm(tensor([3.0, 4.0]))],
-    "cumsum": [lambda x, y: x.cumsum(1)],
+    "cumsum": [
+        lambda x, y: x.cumsum(1),
+        lambda x, y: tensor([1.0, 4.0]).cumsum(0, dtype=torch.int32).double(),
+    ],
     "cumprod": [lambda x, y: x.cumprod(1)],
     "prod": [lambda x, y: x.prod(), lambda x, y: x.prod(0), lambda x, y: x.prod(-1, keepdim=True)],
     "index_add": [lambda x, y: x.t().contiguous().index_add(0, ROWS, y.t(), alpha=0.5)],
@@ -136,6 +159,55 @@ CASES = {
     ],
     "rsqrt": [lambda x, y: tensor([4.0, 16.0]).rsqrt()],
     "logaddexp": [lambda x, y: torch.logaddexp(x[0, :1] * 0, x[0, :1] * 0 - torch.inf)],
+    "_grouped_mm": [
+        lambda x, y: by_group(x.t(), torch.stack([y, y + 1, x])),
+        lambda x, y: by_group(x, y.t()),
+    ],
+    "histc": [lambda x, y: torch.histc(tensor([0.0, 2.0, 2.0, 5.0]), 4, 0, 3)],
+    "avg_pool2d": [
+        lambda x, y: F.avg_pool2d(IMAGE, 2),
+        lambda x, y: F.avg_pool2d(IMAGE, 2, stride=1, padding=1, count_include_pad=False),
+        lambda x, y: F.avg_pool2d(IMAGE, (2, 4), stride=2, padding=1, ceil_mode=True),
+    ],
+    "avg_pool3d": [
+        lambda x, y: F.avg_pool3d(IMAGE, 2),
+        lambda x, y: F.avg_pool3d(IMAGE, (1, 2, 4)),
+    ],
+    "avg_pool2d_backward": [
+        lambda x, y: aten.avg_pool2d_backward(
+            ramp(1, 2, 2, 2), IMAGE.double(), [2, 2], [], [0, 0], False, True, None
+        ),
+        lambda x, y: aten.avg_pool2d_backward(
+            ramp(1, 2, 5, 5), IMAGE.double(), [2, 2], [1, 1], [1, 1], False, False, None
+        ),
+    ],
+    "avg_pool3d_backward": [
+        lambda x, y: aten.avg_pool3d_backward(
+            ramp(1, 1, 2, 2), IMAGE.double(), [2, 2, 2], [], [0, 0, 0], False, True, None
+        )
+    ],
+    "_adaptive_avg_pool2d_backward": [
+        lambda x, y: aten._adaptive_avg_pool2d_backward(ramp(1, 2, 2, 4), IMAGE.double()),
+        lambda x, y: aten._adaptive_avg_pool2d_backward(ramp(1, 2, 3, 2), IMAGE.double()),
+    ],
+    **{
+        f"{kind}_pad{n}d_backward": [
+            lambda x, y, n=n, kind=kind: getattr(aten, f"{kind}_pad{n}d_backward")(
+                ramp(2, *[6] * n), ramp(2, *[4] * n), [1] * 2 * n
+            )
+        ]
+        for n in (1, 2, 3)
+        for kind in ("reflection", "replication")
+    },
+    **{
+        f"{kind}{n}d_backward": [
+            lambda x, y, n=n, kind=kind: getattr(aten, f"{kind}{n}d_backward")(
+                ramp(1, 2, *[4] * n), [4] * n, [1, 2, *[2] * n]
+            )
+        ]
+        for n in (1, 2, 3)
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+    },
 }
 
 
