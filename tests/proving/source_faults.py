@@ -134,7 +134,7 @@ FAULTS = [
           "out = torch.exp(lse - both) * out + torch.exp(block_lse - both) * block",
           "out = out + torch.exp(block_lse - both) * block", "loss", "out * torch.exp(lse - both)"),
     Fault("ring_function", "dk, dv = (around(x, cp) for x in (dk, dv))", "pass",
-          "gradient of v.weight", "passing the sum on around cp", "dv = dv + "),
+          "gradient of v.weight"),
     Fault("ring_function", "(grad @ v.transpose(-1, -2) - along)", "(grad @ v.transpose(-1, -2))",
           "gradient of k.weight", "along is not subtracted"),
     Fault("rotary_halves", "rotate(q, first), rotate(k, first)", "rotate(q, 0), rotate(k, 0)",
