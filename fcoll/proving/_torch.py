@@ -18,6 +18,7 @@ from fcoll._torch import FakeTensor as FakeTensor
 from fcoll._torch import TorchAsyncCollectiveTensor as AsyncCollectiveTensor
 from fcoll._torch import no_modes as no_modes
 from fcoll.imports import private, say_what_is_missing
+from fcoll.tracing import _torch as tracing
 from fcoll.tracing._torch import replaced
 
 TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
@@ -108,6 +109,32 @@ def _sync_batch_norm(self: Any, x: Tensor) -> Tensor:
     running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
     sync = torch.nn.modules._functions.SyncBatchNorm
     return sync.apply(x, self.weight, self.bias, *running, self.eps, factor, group, n)
+
+
+@contextmanager
+def engine_enters(mode: Callable[[], Any]) -> Iterator[None]:
+    """Inside, a thread's backward passes run in the mode that it names (None: in none): torch takes
+    a mode of functions out while it serves ``backward``."""
+    engine = tracing._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if (entered := mode()) is None:
+            return engine(*args, **kwargs)
+        with entered:
+            return engine(*args, **kwargs)
+
+    with replaced(tracing, {"_engine_run_backward": run}):
+        yield
+
+
+def in_backward() -> bool:
+    """Is a node of the autograd graph being run?"""
+    return tracing.running_node() is not None
+
+
+def is_engine(frame: Any) -> bool:
+    """Is it the frame below which autograd's engine runs nodes?"""
+    return frame.f_code is tracing.ENGINE_CODE
 
 
 def local_of(x: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ def same(ring: Ring, x: Tensor, y: Tensor) -> bool:
         return False
     if torch.equal(x, y):
         return True
-    if not ring.took_log or not bool((x.isfinite() & y.isfinite()).all()):
+    if not x.is_floating_point() or not ring.took_log:
+        return False
+    if not bool((x.isfinite() & y.isfinite()).all()):
         return False
     return bool(((x - y) % ring.p2 == 0).all())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -69,7 +69,8 @@ class Cuts:
         return bool(self.modules) or self.steps
 
 
-Turn = tuple[Algebra, Cuts]
+Watch = Callable[[int, Any], Any]  # of a rank and its mesh: a mode in which its step runs
+Turn = tuple[Algebra, Cuts] | tuple[Algebra, Cuts, Watch]
 Plan = Generator[Turn, Any, None]  # is sent list[Observed]
 
 
@@ -131,7 +132,14 @@ class Program:
                 seen[rank] = trial(rank, mesh, layout, *now)
                 dist.barrier()
 
-        def trial(rank: int, mesh: Any, layout: Layout, algebra: Algebra, cuts: Cuts) -> Observed:
+        def trial(
+            rank: int,
+            mesh: Any,
+            layout: Layout,
+            algebra: Algebra,
+            cuts: Cuts,
+            watch: Watch | None = None,
+        ) -> Observed:
             fn, args = self._built(mesh)
             held = Held.by((fn, args), self.named)
             mode = Exact(algebra, rank, self.allow, self.label)
@@ -150,7 +158,10 @@ class Program:
             steps = cut_around_steps(held.found.optimizers if cuts.steps else (), algebra)
             with _gradients_noted(held, observed), noted, steps, active(mode):
                 versions = {x: x._version for x in held.parameters.values()}
-                out = fn(*args)
+                with watch(rank, mesh) if watch else nullcontext() as watching:
+                    out = fn(*args)
+                    if watching is not None:
+                        watching.ends(out)
                 has_updated = any(x._version > version for x, version in versions.items())
                 if rank not in ran_backward and not has_updated:
                     backward_of(out)

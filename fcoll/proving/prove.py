@@ -25,6 +25,7 @@ from fcoll.proving.ring import Ring
 from fcoll.proving.shared_state import watch_modules
 from fcoll.proving.state import Wanted, wanted_buffers, wanted_states
 from fcoll.proving.verdict import Difference, Verdict
+from fcoll.proving.what_if import Investigation
 from fcoll.simulation.rank_settings import isolated
 
 MOST_RANKS = 64  # threads, each with a model of its own
@@ -126,7 +127,7 @@ class _Proof:
             self._run(trials, may_cut=False)
         if self.trials[-1].wrong:
             _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
-            return self._verdict(False, 0.0, self.trials[-1].differences())
+            return self._verdict(False, 0.0, self._explained())
         if self.is_idle:
             why = "the step returns no number, leaves no gradient and changes nothing"
             raise Refused(f"there is nothing to compare: {why}")
@@ -134,6 +135,30 @@ class _Proof:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
+
+    def _explained(self) -> tuple[Difference, ...]:
+        """What differs, by values; before it, if a trial with a change has told more, the line."""
+        trial = self.trials[-1]
+        found = trial.differences()
+        if (first := self._investigated(trial)) is not None:
+            return (first, *found)
+        return found
+
+    def _investigated(self, trial: _Trial) -> Difference | None:
+        layout, compared = self.layout, self.compared
+        assert layout is not None
+
+        def judge(one: Observed, many: list[Observed]) -> list[Compared]:
+            try:
+                return self._differences(trial.ring, one, many, layout)
+            finally:
+                self.compared = compared
+
+        investigation = Investigation(
+            trial.ring, self.parallel, self.alone, self._locate, self._locate_alone, judge,
+            trial.one, trial.wrong, compared["gradients"] // len(trial.one.gradients),
+        )  # fmt: skip
+        return investigation.first_difference()
 
     def _verdict(self, equal: bool, bound: float, differences: Any) -> Verdict:
         names = tuple(sorted(without_cuts(self.uninterpreted)))

@@ -119,12 +119,12 @@ def test_a_fault_in_a_deep_program(fault, at):
     name, what, remedy = {
         "no copy": (f"gradient of the output of {at}.norm", "is missing", "all_reduce(grad, "),
         "not summed": (f"output of {at}", "an all-reduce over", "all_reduce(output, "),
-        "averaged": (f"output of {at}", "2 times too small", "multiplying output by 2"),
+        "averaged": ("result of all_reduce", "2 times too small", '"sum" in place of "avg"'),
     }[fault]
     if fault == "not summed":  # what follows is given partial sums
         name, remedy = f"input of {at + 1}", remedy.replace("output", "input")
     assert first.name == name and what in first.what and remedy in first.remedy
-    called_in = "test_module_outputs.py" if fault == "no copy" else "program_parts.py"
+    called_in = "program_parts.py" if fault == "not summed" else "test_module_outputs.py"
     assert f"{called_in}:" in first.line
 
 

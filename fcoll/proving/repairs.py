@@ -1,0 +1,387 @@
+"""What might mend a step: changes of one of its calls, each with what it would mean.
+
+None is believed: what_if.py makes each in a trial of its own and says only what mends the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fcoll
+from fcoll.proving import _torch
+from fcoll.proving.correspondence import Mesh
+from fcoll.proving.judgement import same, total
+from fcoll.proving.lines import Call, Change, Now, Place
+from fcoll.proving.ring import Ring
+from fcoll.proving.suspects import Event, is_own
+
+FIRST, LIKELY, POSSIBLE, RARE = range(4)
+
+_MAXIMA = frozenset(("amax", "max", "maximum", "logsumexp"))
+_ADDS_UP = frozenset(("sum", "mean", "where", "masked_fill", "embedding", "add", "sub")) | {
+    *("matmul", "__matmul__", "mm", "bmm", "linear", "einsum"),
+}
+_BY_NUMBERS = frozenset(("mul", "div", "true_divide", "rsub")) | {
+    *("__mul__", "__rmul__", "__truediv__", "__rdiv__"),
+}
+_OF_ALL = frozenset(("softmax", "log_softmax", "logsumexp", "amax", "argmax", "norm", "mean")) | {
+    *("var", "std", "var_mean", "batch_norm", "layer_norm", "group_norm"),
+}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What may be wrong at some calls, what would mend it, and the calls so mended."""
+
+    place: Place  # which is shown
+    what: str
+    remedy: str
+    changes: dict[Place, Change]
+    likely: int = LIKELY
+
+
+@dataclass
+class Site:
+    """All executions of one call."""
+
+    place: Place
+    events: list[Event]
+
+    @property
+    def call(self) -> Call:
+        return self.events[0].first
+
+    @property
+    def value(self) -> Tensor:
+        return self.call.values[0]
+
+    @property
+    def is_in_loop(self) -> bool:
+        return len(self.events) > 1
+
+    @property
+    def its(self) -> str:
+        return f"the result of {self.place.function.strip('_')}"
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.call.args if isinstance(x, Tensor)]
+
+    def is_float(self) -> bool:
+        return bool(self.call.values) and self.value.is_floating_point()
+
+    def name_of(self, x: Tensor) -> str:
+        """What the function calls an argument that was given."""
+        names = self.call.local_names.items()
+        alike = [(k, o) for k, o in names if isinstance(o, Tensor) and o.shape == x.shape]
+        same_as = (k for k, o in alike if o.dtype == x.dtype and torch.equal(_plain(o), x))
+        return next(same_as, "")
+
+
+def sites(events: Sequence[Event]) -> list[Site]:
+    found: dict[Place, Site] = {}
+    for event in events:
+        found.setdefault(event.place, Site(event.place, [])).events.append(event)
+    return list(found.values())
+
+
+def alone(site: Site, what: str, remedy: str, change: Change, likely: int = LIKELY) -> Repair:
+    return Repair(site.place, what, remedy, {site.place: change}, likely)
+
+
+def of_result(change: Callable[[Any, Now], Any]) -> Change:
+    return lambda now: change(now.as_it_is(), now)
+
+
+def of_argument(k: int, change: Callable[[Any, Now], Any]) -> Change:
+    return lambda now: now.run(
+        *now.args[:k], change(now.args[k], now), *now.args[k + 1 :], **now.kwargs
+    )
+
+
+# -- reductions ---
+
+
+def reductions(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """A result that should be reduced over an axis. Likely if that is one device's value."""
+    if not site.is_float() or site.call.is_collective:
+        return
+    for axes in mesh.subsets():
+        if _alike_over(ring, site.events[0].got(), mesh, axes):
+            continue
+        shown, group = " and ".join(f'"{a}"' for a in axes), ", ".join(axes)
+        said = {
+            "sum": f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing",
+            "avg": f"ranks hold values of their own over {group}: "
+            f"an average over {shown} is missing",
+            "max": f"ranks hold maxima of their own parts: an all-reduce over {shown} is missing",
+        }
+        for op, what in said.items():
+            if op == "max" and site.place.function not in _MAXIMA:
+                continue
+            fits = op != "max" and _fits_when_reduced(site, ring, mesh, axes, op)
+            adds_up = site.place.function in _ADDS_UP and not site.is_in_loop
+            likely = LIKELY if fits or op == "max" else POSSIBLE if adds_up else RARE
+            yield alone(
+                site,
+                what,
+                f'fcoll.all_reduce({site.its}, "{op}", {group})',
+                of_result(lambda y, now, op=op, axes=axes: reduced(y, op, axes, now)),  # type: ignore[misc]
+                likely,
+            )
+
+
+def reduced_arguments(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """A part is taken of what should be reduced before."""
+    if site.place.function not in ("chunk", "narrow", "__getitem__", "split", "select"):
+        return
+    args = [next((x for x in c.args if isinstance(x, Tensor)), None) if c else None
+            for c in site.events[0].ranks]  # fmt: skip
+    if args[0] is None or not args[0].is_floating_point():
+        return
+    for axes in mesh.subsets():
+        if not _alike_over(ring, args, mesh, axes):
+            shown, group = " and ".join(f'"{a}"' for a in axes), ", ".join(axes)
+            it = site.name_of(args[0]) or "what it is given"
+            yield alone(
+                site,
+                f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing, "
+                "or a reduce-scatter in place of the cut",
+                f'fcoll.all_reduce({it}, "sum", {group}) before {site.place.function}',
+                lambda now, axes=axes: now.run(  # type: ignore[misc]
+                    reduced(now.args[0], "sum", axes, now), *now.args[1:], **now.kwargs
+                ),
+            )
+
+
+def reduced(y: Any, op: str, axes: Sequence[str], now: Now) -> Any:
+    if not isinstance(y, Tensor) or _torch.is_dtensor(y):
+        return y
+    for axis in axes:
+        y = fcoll.all_reduce(y, op, now.mesh[axis], grad="identity")
+    return fcoll.wait_tensor(y)
+
+
+def _fits_when_reduced(site: Site, ring: Ring, mesh: Mesh, axes: Sequence[str], op: str) -> bool:
+    event = site.events[0]
+    if event.one is None or not event.one.values or any(x is None for x in event.got()):
+        return False
+    done: list[Tensor | None] = list(event.got())
+    if len({x.shape for x in done if x is not None}) > 1:
+        return False
+    for group in mesh.groups(axes):
+        whole = total(ring, [x for r in group if (x := done[r]) is not None])
+        whole = ring.div(whole, ring.number(len(group))) if op == "avg" else whole
+        for r in group:
+            done[r] = whole
+    return event.one.values[0].dtype == torch.float64 and is_own(
+        ring, event.one.values[0], done, mesh
+    )
+
+
+def _alike_over(ring: Ring, got: Sequence[Tensor | None], mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Or not there on some rank, or of other shapes: nothing to reduce."""
+    for group in mesh.groups(axes):
+        first, *others = (got[r] for r in group)
+        if first is None or any(x is None or x.shape != first.shape for x in others):
+            return True
+        if any(x is not None and not same(ring, first, x) for x in others):
+            return False
+    return True
+
+
+# -- collectives that are wrong ---
+
+
+def collectives(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """Summed for averaged, averaged for summed, or not needed at all."""
+    if not site.call.is_collective or not site.is_float():
+        return
+    name, given, got = site.place.function, site.tensors(), site.events[0].got()
+    for axis, n in mesh.axes.items():
+        if n == 1 or (name == "all_reduce" and not _alike_over(ring, got, mesh, [axis])):
+            continue
+        if "reduce" in name and "avg" in site.call.args:
+            what = f'{n} times too small, the ranks of "{axis}": averaged where it should be summed'
+            yield alone(
+                site, what, f'"sum" in place of "avg" in {name}', _by_other("avg", "sum"), FIRST
+            )
+        elif "reduce" in name and "sum" in site.call.args:
+            what = f'{n} times too large, the ranks of "{axis}": summed where averaged is meant'
+            yield alone(
+                site, what, f'"avg" in place of "sum" in {name}', _by_other("sum", "avg"), FIRST
+            )
+        elif "reduce" in name:
+            large = f'{n} times too large, the ranks of "{axis}": '
+            small = f'{n} times too small, the ranks of "{axis}": '
+            because = f"reduced twice, or 1/{n} is missing"
+            yield scaled(site, 1 / n, large + because, f"dividing {site.its} by {n}")
+            because = "averaged where it should be summed"
+            yield scaled(site, n, small + because, f"multiplying {site.its} by {n}")
+    if given and given[0].shape == site.value.shape:
+        yield alone(
+            site,
+            f"{name} is not needed: it is reduced or exchanged already",
+            f"leaving out {name}",
+            lambda now: now.args[0],
+            POSSIBLE,
+        )
+
+
+def gathers(site: Site, mesh: Mesh) -> Iterator[Repair]:
+    """What is gathered may be one device's, and yet what follows is made for a part."""
+    name, given = site.place.function, site.tensors()
+    if not site.call.is_collective or not site.is_float() or not given or not given[0].dim():
+        return
+    for axis, n in mesh.axes.items():
+        if n > 1 and site.value.numel() == n * given[0].numel():
+            yield alone(
+                site,
+                f'gathered over "{axis}" where each rank\'s own part is meant',
+                f"leaving out {name}, so that each rank goes on with its own part",
+                lambda now: now.args[0],
+            )
+            return
+
+
+def _by_other(op: str, other: str) -> Change:
+    def change(now: Now) -> Any:
+        return now.run(*(other if x == op else x for x in now.args), **now.kwargs)
+
+    return change
+
+
+# -- numbers ---
+
+
+def scaled(site: Site, by: float, what: str, remedy: str, likely: int = LIKELY) -> Repair:
+    return alone(site, what, remedy, of_result(lambda y, now: times(y, by)), likely)
+
+
+def times(y: Any, by: float) -> Any:
+    return _torch.tree_map(lambda x: x * by if isinstance(x, Tensor) else x, y)
+
+
+def has_number(site: Site) -> bool:
+    """Is it a product or quotient with a number of Python's?"""
+    is_number = any(type(x) in (int, float) for x in site.call.args)
+    return site.place.function in _BY_NUMBERS and is_number
+
+
+def numbers(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """A number of ranks that is missing in a product or a quotient, or in a mean."""
+    if not site.is_float() or site.call.is_collective or not site.tensors():
+        return
+    if site.place.function in ("sum", "mean"):
+        n = max(1, site.tensors()[0].numel() // max(1, site.value.numel()))
+        if site.place.function == "sum" and n > 1:
+            what = f"{n} times too large: summed over {n} elements where their mean is meant"
+            yield scaled(site, 1 / n, what, f"dividing {site.its} by {n}")
+        elif n > 1:
+            what = f"{n} times too small: the mean over {n} elements where their sum is meant"
+            yield scaled(site, n, what, f"multiplying {site.its} by {n}")
+    if not has_number(site) and site.value.numel() > 1:
+        return
+    likely = LIKELY if has_number(site) else POSSIBLE
+    for by, shown in _factors(mesh):
+        if "sqrt" in shown and not has_number(site):
+            continue
+        of = "local" if by < 1 else "whole"
+        what = f"{_inverse(shown)} times what it should be: by the number of the {of} instead"
+        if site.place.function not in ("div", "true_divide", "__truediv__"):
+            what = f"{_inverse(shown)} times what it should be"
+        yield scaled(
+            site,
+            by,
+            what,
+            f"multiplying {site.its} by {shown}",
+            max(likely, POSSIBLE) if "sqrt" in shown else likely,
+        )
+
+
+def _factors(mesh: Mesh) -> Iterator[tuple[float, str]]:
+    sizes = sorted({n for n in mesh.axes.values() if n > 1} | {2})
+    for n in sizes:
+        yield 1 / n, f"1/{n}"
+        yield n, f"{n}"
+    for n in sizes:
+        yield n**0.5, f"sqrt({n})"
+        yield n**-0.5, f"1/sqrt({n})"
+
+
+def _inverse(shown: str) -> str:
+    return shown.removeprefix("1/") if shown.startswith("1/") else f"1/{shown}"
+
+
+# -- added by every rank ---
+
+
+def added_by_all(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """A term that is the same on all ranks, in a sum of ranks' parts."""
+    name = site.place.function
+    if name not in ("add", "__add__", "__radd__", "linear", "addmm") or not site.is_float():
+        return
+    got = site.events[0].got()
+    for k, x in enumerate(site.call.args):
+        if not isinstance(x, Tensor) or (name == "linear" and k < 2):
+            continue
+        given = [c.args[k] if c else None for c in site.events[0].ranks]
+        for axis, n in mesh.axes.items():
+            if n == 1 or not _alike_over(ring, given, mesh, [axis]):
+                continue
+            if _alike_over(ring, got, mesh, [axis]):
+                continue
+            it = site.name_of(x) or "the term"
+            yield alone(
+                site,
+                f"each of the {n} ranks of {axis} adds {it}, so that their sum has it {n} times",
+                f"adding {it} once, behind the reduction over {axis}",
+                lambda now, k=k, n=n: now.run(  # type: ignore[misc]
+                    *now.args[:k], times(now.args[k], 1 / n), *now.args[k + 1 :], **now.kwargs
+                ),
+            )
+
+
+# -- of a part where it is of all ---
+
+
+def of_all_ranks(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
+    """Statistics of a rank's part: the same function of what all ranks have."""
+    name, given = site.place.function, site.tensors()
+    if name not in _OF_ALL or not given or not given[0].is_floating_point():
+        return
+    args = [next((x for x in c.args if isinstance(x, Tensor)), None) if c else None
+            for c in site.events[0].ranks]  # fmt: skip
+    for axis, n in mesh.axes.items():
+        if n == 1 or _alike_over(ring, args, mesh, [axis]):
+            continue
+        for dim in range(given[0].dim()):
+            yield alone(
+                site,
+                f'{name} is of this rank\'s part over "{axis}", where that of all ranks is meant',
+                f"{name} of all ranks' parts: its statistics all-reduced over {axis}"
+                + (" (nn.SyncBatchNorm)" if name == "batch_norm" else ""),
+                lambda now, axis=axis, dim=dim: _of_gathered(now, axis, dim),  # type: ignore[misc]
+                POSSIBLE,
+            )
+
+
+def _of_gathered(now: Now, axis: str, dim: int) -> Any:
+    group, x = now.mesh[axis], now.args[0]
+    if _torch.is_dtensor(x):
+        return now.as_it_is()
+    n, place = group.size(), group.get_local_rank()
+    whole = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x.contiguous(), group, dim=dim))
+    out = now.run(whole, *now.args[1:], **now.kwargs)
+    if isinstance(out, Tensor) and out.dim() == x.dim() and out.shape[dim] == n * x.shape[dim]:
+        return out.chunk(n, dim)[place]
+    return out
+
+
+def _plain(x: Tensor) -> Tensor:
+    with _torch.raw():
+        return _torch.local_of(x).detach()

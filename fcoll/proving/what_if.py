@@ -1,0 +1,271 @@
+"""What would mend the step? Changes of calls that are suspect are made, each in a trial: what makes
+the results one device's is said, with its line; else the first line that is not one device's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from fcoll.proving import repairs, repairs_of_elements
+from fcoll.proving.correspondence import Layout, Mesh
+from fcoll.proving.judgement import Compared
+from fcoll.proving.lines import Changing, Recorded, Recording, in_backward
+from fcoll.proving.program import Cuts, Observed, Plan, Program, Survey
+from fcoll.proving.repairs import (
+    FIRST,
+    LIKELY,
+    POSSIBLE,
+    RARE,
+    Repair,
+    Site,
+    has_number,
+    scaled,
+    sites,
+)
+from fcoll.proving.ring import Ring
+from fcoll.proving.suspects import events, suspects
+from fcoll.proving.verdict import Difference, counted
+
+MOST = 200  # changes that are tried
+SECONDS = 20.0  # of CPU that they may take
+SIMPLE = 2**11  # numerators and denominators of a factor
+RESTARTS = 30  # a change that raises ends its simulation
+
+Locate = Callable[[list[Survey]], Layout]
+Judge = Callable[[Observed, list[Observed]], list[Compared]]
+
+
+@dataclass
+class Investigation:
+    """Of a trial that found a difference: the program is run again in the same ring."""
+
+    ring: Ring
+    parallel: Program
+    alone: Program
+    locate: Locate
+    locate_alone: Locate
+    judge: Judge  # what is wrong, of one device's and the ranks' results
+    one: Observed
+    wrong: list[Compared]
+    gradients: int
+    tried: int = 0
+    started: float = field(default_factory=time.process_time)
+
+    def first_difference(self) -> Difference | None:
+        try:
+            single, ranks = self._recorded()
+        except Exception:  # a program that does not run when it is watched: nothing more to say
+            return None
+        found = events(self.ring, single, ranks, self.parallel.mesh)
+        is_forward = any(v.kind == "loss" for v in self.wrong)
+        doubtful = suspects(found, ranks, in_backward=not is_forward)
+        if not doubtful:
+            return None
+        at, every = sites(doubtful), sites(found)
+        for likely in (FIRST, LIKELY, POSSIBLE, RARE):
+            candidates = [r for r in self._repairs(at, every) if r.likely == likely]
+            if (mended := self._first_that_mends(candidates)) is not None:
+                return self._told(*mended)
+            if likely == LIKELY and is_forward and (done := self._by_a_factor(at)) is not None:
+                return self._told(*done)
+        return None
+
+    # -- what was recorded ---
+
+    def _recorded(self) -> tuple[Recorded, list[Recorded]]:
+        single = self._record(self.alone, self.locate_alone)[0]
+        return single, self._record(self.parallel, self.locate)
+
+    def _record(self, program: Program, locate: Locate) -> list[Recorded]:
+        recorded = [Recorded() for _ in range(program.mesh.size)]
+
+        def plan() -> Plan:
+            yield self._fresh(), Cuts(), lambda rank, mesh: Recording(recorded[rank])
+
+        with in_backward():
+            program.run(plan(), locate)
+        return recorded
+
+    def _fresh(self) -> Ring:
+        """Of the same values, without what the other has noted of them."""
+        return Ring(self.ring.p, self.ring.seed)
+
+    # -- what is tried ---
+
+    def _repairs(self, at: Sequence[Site], every: Sequence[Site]) -> Iterator[Repair]:
+        bodies: dict[tuple[Any, ...], list[Site]] = {}
+        for site in every:
+            bodies.setdefault(_body(site), []).append(site)
+        for site in every:
+            yield from repairs.gathers(site, self.parallel.mesh)
+        mesh = self.parallel.mesh
+        for site in at:
+            yield from repairs.collectives(site, self.ring, mesh)
+        for site in at:
+            for kind in _KINDS:
+                yield from kind(site, self.ring, mesh)
+            body = bodies[_body(site)]
+            yield from repairs_of_elements.offsets(site, body, self.ring, mesh)
+
+    def _first_that_mends(
+        self, candidates: Sequence[Repair]
+    ) -> tuple[Repair, list[Compared]] | None:
+        """The first that mends all; else the first that mends the results."""
+        best: tuple[Repair, list[Compared]] | None = None
+        for repair, left in self._tried(candidates):
+            if left is None or not self._is_better(left):
+                continue
+            if not left:
+                return repair, left
+            if best is None or len(left) < len(best[1]):
+                best = repair, left
+        return best
+
+    def _is_better(self, left: Sequence[Compared]) -> bool:
+        """Without the first kind of what was wrong, and nothing new."""
+        before = {(v.kind, v.name) for v in self.wrong}
+        after = {(v.kind, v.name) for v in left}
+        first = {(v.kind, v.name) for v in self.wrong if v.kind == "loss"}
+        return after < before and not after & first
+
+    def _tried(self, candidates: Sequence[Repair]) -> Iterator[tuple[Repair, Any]]:
+        for repair, ranks in self._run_each(candidates):
+            left = None
+            if ranks is not None:
+                try:
+                    left = self.judge(self.one, ranks)
+                except Exception:  # what is left of a changed step need not make sense
+                    left = None
+            yield repair, left
+
+    def _run_each(
+        self, candidates: Sequence[Repair]
+    ) -> Iterator[tuple[Repair, list[Observed] | None]]:
+        """What ranks gave with each, None if that raised. All in one simulation, as far as none
+        raises."""
+        rest, restarts = list(candidates), 0
+        while rest and restarts <= RESTARTS:
+            done: list[list[Observed]] = []
+
+            def plan(rest: list[Repair] = rest, done: list[list[Observed]] = done) -> Plan:
+                for repair in rest:
+                    if self.tried >= MOST or time.process_time() - self.started > SECONDS:
+                        return
+                    self.tried += 1
+                    changes = repair.changes
+                    done.append(
+                        (
+                            yield self._fresh(), Cuts(), lambda r, m, c=changes: Changing(c, r, m)  # type: ignore[misc]
+                        )
+                    )
+
+            try:
+                with in_backward():
+                    self.parallel.run(plan(), self.locate)
+                raised = False
+            except Exception:  # a change may well be none that this program can run with
+                raised = True
+            yield from zip(rest, done, strict=False)
+            rest = rest[len(done) + 1 :] if raised else []
+            restarts += 1
+
+    # -- a factor that the results tell ---
+
+    def _by_a_factor(self, at: Sequence[Site]) -> tuple[Repair, list[Compared]] | None:
+        """Where results are linear in what a call gives, or a power of it, the factor that mends
+        them is known from one trial with twice of it."""
+        found = []
+        probes = [
+            scaled(s, 2.0, "", "")
+            for s in at
+            if s.is_float() and (has_number(s) or s.value.numel() == 1)
+        ]
+        for probe, ranks in self._run_each(probes):
+            by = None if ranks is None else self._factor(ranks)
+            if by is not None and by not in (0, 1):
+                site = next(s for s in at if s.place == probe.place)
+                what = f"{1 / by} times what it should be"
+                found.append(scaled(site, float(by), what, f"multiplying {site.its} by {by}"))
+        return self._first_that_mends(found)
+
+    def _factor(self, ranks: list[Observed]) -> Fraction | None:
+        value = next(v for v in self.wrong if v.kind == "loss")
+        twice = [o.outputs[value.name] for o in ranks]
+        ring = self.ring
+        for read in (_first, _mean, _sum):
+            once_, twice_ = read(ring, value.got), read(ring, twice)
+            wanted = value.whole.flatten()[0]
+            slope = ring.add(twice_, ring.neg(once_))
+            missing = ring.add(wanted, ring.neg(once_))
+            if (
+                float(slope) % ring.p
+                and (by := _simple(ring, ring.div(missing, slope))) is not None
+            ):
+                return 1 + by
+        return None
+
+    # -- what is said ---
+
+    def _told(self, repair: Repair, left: Sequence[Compared]) -> Difference:
+        name = f"result of {repair.place.function.strip('_')}"
+        remedy = f"right after {repair.remedy}: then {self._agreement(left)}"
+        return Difference(name, repair.what, repair.place.shown, remedy)
+
+    def _agreement(self, left: Sequence[Compared]) -> str:
+        wrong = sum(v.kind.startswith("gradient") for v in left)
+        results = "the results" if any(v.kind == "loss" for v in self.wrong) else ""
+        of = counted(self.gradients, "gradient")
+        if wrong:
+            rest = f"{wrong} of {of} still differ"
+            return f"{results} agree, {rest}" if results else rest
+        if any(not v.kind.startswith("gradient") for v in left):
+            return f"{counted(len(left), 'updated parameter')} still differ"
+        return f"{results} and all {of} agree" if results else f"all {of} agree"
+
+
+_KINDS: Sequence[Callable[[Site, Ring, Mesh], Iterator[Repair]]] = (
+    repairs.reductions,
+    repairs.reduced_arguments,
+    repairs.added_by_all,
+    repairs.numbers,
+    repairs.of_all_ranks,
+    repairs_of_elements.masks,
+    repairs_of_elements.orders,
+    repairs_of_elements.exchanges,
+    repairs_of_elements.factors_at_hand,
+    repairs_of_elements.terms_at_hand,
+)
+
+
+def _body(site: Site) -> tuple[Any, ...]:
+    return site.place.file, site.call.body, site.place.caller
+
+
+def _first(ring: Ring, got: Sequence[Tensor | None]) -> Tensor:
+    return next(x for x in got if x is not None).flatten()[0]
+
+
+def _sum(ring: Ring, got: Sequence[Tensor | None]) -> Tensor:
+    done = ring.number(0)
+    for x in got:
+        if x is not None:
+            done = ring.add(done, x.flatten()[0])
+    return done
+
+
+def _mean(ring: Ring, got: Sequence[Tensor | None]) -> Tensor:
+    return ring.div(_sum(ring, got), ring.number(len(got)))
+
+
+def _simple(ring: Ring, x: Tensor) -> Fraction | None:
+    """The fraction of small numbers that a residue is, if it is one; of logarithms modulo p^2."""
+    old, new, s_old, s_new = ring.modulus, int(x) % ring.modulus, 0, 1
+    while new >= SIMPLE:
+        q = old // new
+        old, new, s_old, s_new = new, old - q * new, s_new, s_old - q * s_new
+    return Fraction(new, s_new) if 0 < abs(s_new) < SIMPLE else None
