@@ -283,7 +283,8 @@ class _Proof:
             "updated parameters": len(parameters),
         }
         wrong = [value for value, reading in read if not reading]
-        wrong_states = [value for value in states if not agrees(ring, value)]
+        told = {value.name for value in (*wrong_gradients, *wrong_parameters)}  # the states follow
+        wrong_states = [v for v in states if v.name not in told and not agrees(ring, v)]
         return [*wrong, *wrong_gradients, *wrong_parameters, *wrong_states]
 
     def _states(self, one: Observed, many: list[Observed], layout: Layout) -> Iterator[Wanted]:

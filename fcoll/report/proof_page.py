@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ TITLES = {
     True: "proved equal to one device",
     False: "not the function of one device",
     None: "could not tell",
+}
+#: How differences of what is compared are named
+_NAMES = {
+    "losses": r"loss$|result[\[.]",
+    "gradients": r"gradient of (?!the output of )|gradient \(step",
+    "updated parameters": r"updated parameter of ",
 }
 MEANING = (
     "Equal as functions of the parameters over the reals, for these shapes, inputs, integers and "
@@ -73,10 +80,10 @@ def _bound(verdict: Any) -> str:
 
 
 def _wrong(verdict: Any) -> Counter[str]:
-    """How many of each kind differ; a difference is named "gradient of ..." or "gradient (step 2)
-    of ..."."""
-    kinds = {"gradient": "gradients", "updated": "updated parameters"}
-    return Counter(kinds.get(d.name.split()[0], "losses") for d in verdict.differences)
+    """How many differ of each kind that is compared; others, as of a module, are told in words."""
+    return Counter(
+        kind for d in verdict.differences for kind, name in _NAMES.items() if re.match(name, d.name)
+    )
 
 
 def _cells(what: str, n: int, wrong: int, y: float) -> tuple[list[str], float]:
