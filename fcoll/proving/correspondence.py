@@ -129,6 +129,29 @@ class Mesh:
             yield from itertools.combinations(names, k)
 
 
+def own_parts(
+    whole: Tensor, got: Sequence[Tensor | None], mesh: Mesh
+) -> Iterator[list[Tensor | None]]:
+    """What ranks should have, by the shape of what they have: all of it, or each its own part,
+    along one axis for each dim that is cut."""
+    shapes = {x.shape for x in got if x is not None}
+    if len(shapes) != 1 or len(shape := next(iter(shapes))) != whole.dim():
+        return
+    cut = [d for d, (n, m) in enumerate(zip(whole.shape, shape, strict=True)) if n != m]
+    axes = [a for a, n in mesh.axes.items() if n > 1]
+    for chosen in itertools.permutations(axes, len(cut)):
+        pairs = list(zip(cut, chosen, strict=True))
+        if any(whole.shape[d] != shape[d] * mesh.axes[a] for d, a in pairs):
+            continue
+        want: list[Tensor | None] = []
+        for rank, x in enumerate(got):
+            part = whole
+            for d, a in pairs:
+                part = part.narrow(d, mesh.place(rank, a) * shape[d], shape[d])
+            want.append(None if x is None else part)
+        yield want
+
+
 def locate(whole: dict[str, Part], ranks: Sequence[dict[str, Part]], mesh: Mesh) -> Layout:
     """The index of every part on every rank."""
     sizes = {name: part.values.numel() for name, part in whole.items()}

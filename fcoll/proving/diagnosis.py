@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.proving.correspondence import Mesh
+from fcoll.proving.correspondence import Mesh, own_parts
 from fcoll.proving.judgement import Compared, agrees, same, total
 from fcoll.proving.module_outputs import (
     GRADIENT,
@@ -76,24 +76,11 @@ def _of_module(
     ring: Ring, value: Compared, scales: Sequence[int], mesh: Mesh
 ) -> tuple[Compared, Hypothesis | None]:
     for n in scales:
-        for want in _wanted(ring.mul(value.whole, ring.number(n)), value.got, mesh):
+        for want in own_parts(ring.mul(value.whole, ring.number(n)), value.got, mesh):
             value = replace(value, want=want)
             if (fits := _fitting(ring, value, mesh)) is not None:
                 return value, fits
     return value, None
-
-
-def _wanted(whole: Tensor, got: Values, mesh: Mesh) -> Iterator[Values]:
-    """What ranks should have, if they have all of it or a part along an axis."""
-    if all(x is None or x.shape == whole.shape for x in got):
-        yield [None if x is None else whole for x in got]
-        return
-    for axis, n in mesh.axes.items():
-        for dim, size in enumerate(whole.shape):
-            part = (*whole.shape[:dim], size // n, *whole.shape[dim + 1 :])
-            if n > 1 and not size % n and all(x is None or x.shape == part for x in got):
-                parts = whole.chunk(n, dim)
-                yield [parts[mesh.place(r, axis)] for r in range(len(got))]
 
 
 def diagnose(

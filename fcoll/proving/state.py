@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra
-from fcoll.proving.correspondence import Held, Layout, Mesh
+from fcoll.proving.correspondence import Held, Layout, Mesh, own_parts
 from fcoll.proving.exact_mode import Refused
 
 
@@ -83,25 +83,13 @@ def wanted_buffers(one: State, ranks: Sequence[State], mesh: Mesh) -> Iterator[W
         got = [o.buffers.get(name) for o in ranks]
         if (full := one.buffers.get(name)) is None or all(x is None for x in got):
             continue
-        readings = list(_readings(full, got, mesh))
+        readings = list(own_parts(full, got, mesh))
         if not readings:
             shapes = sorted({tuple(x.shape) for x in got if x is not None})
             whole = f"{tuple(full.shape)} on one device"
             raise Refused(f"where are the ranks' parts of the buffer {name}? {shapes}, {whole}")
         right = [want for want in readings if _equal(got, want)]
         yield "updated buffer", name, got, (right or readings)[0], full
-
-
-def _readings(full: Tensor, got: list[Tensor | None], mesh: Mesh) -> Iterator[list[Tensor | None]]:
-    if all(x is None or x.shape == full.shape for x in got):
-        yield [None if x is None else full for x in got]
-        return
-    for axis, n in mesh.axes.items():
-        for dim, size in enumerate(full.shape):
-            part = (*full.shape[:dim], size // n, *full.shape[dim + 1 :])
-            if n > 1 and not size % n and all(x is None or x.shape == part for x in got):
-                parts = full.chunk(n, dim)
-                yield [None if x is None else parts[mesh.place(r, axis)] for r, x in enumerate(got)]
 
 
 def _equal(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:

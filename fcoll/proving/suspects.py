@@ -7,7 +7,6 @@ to the result are suspects: behind them nothing that is one device's comes befor
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fcoll.proving.correspondence import Mesh
+from fcoll.proving.correspondence import Mesh, own_parts
 from fcoll.proving.judgement import same
 from fcoll.proving.lines import Call, Place, Recorded, executions
 from fcoll.proving.ring import Ring
@@ -147,29 +146,6 @@ def is_own(ring: Ring, whole: Tensor, got: Sequence[Tensor | None], mesh: Mesh) 
         all(x is None or w is None or same(ring, x, w) for x, w in zip(got, want, strict=True))
         for want in own_parts(whole, got, mesh)
     )
-
-
-def own_parts(
-    whole: Tensor, got: Sequence[Tensor | None], mesh: Mesh
-) -> Iterator[list[Tensor | None]]:
-    """What ranks should have if their shapes are those of parts of it."""
-    shape = next(x.shape for x in got if x is not None)
-    if any(x is not None and x.shape != shape for x in got) or len(shape) != whole.dim():
-        return
-    cut = [d for d, (n, m) in enumerate(zip(whole.shape, shape, strict=True)) if n != m]
-    axes = [a for a, n in mesh.axes.items() if n > 1]
-    for chosen in itertools.product(axes, repeat=len(cut)):
-        if len(set(chosen)) < len(cut):
-            continue
-        pairs = list(zip(cut, chosen, strict=True))
-        if all(whole.shape[d] == shape[d] * mesh.axes[a] for d, a in pairs):
-            want: list[Tensor | None] = []
-            for rank in range(len(got)):
-                part = whole
-                for d, a in pairs:
-                    part = part.narrow(d, mesh.place(rank, a) * shape[d], shape[d])
-                want.append(part)
-            yield want
 
 
 def _is_others(ring: Ring, whole: Tensor, got: Sequence[Tensor | None]) -> bool:
