@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fcoll
+from fcoll import functions
 from fcoll.proving import _torch
 from fcoll.source import is_library, is_pythons, program_sites, show
 
@@ -128,7 +128,7 @@ class Recording(_Mode):
         out = func(*args, **kwargs)
         if results := list(_tensors(out)):
             # a collective's elements are there when it has been waited for
-            done = map(fcoll.wait_tensor, results) if _is_collective(func) else results
+            done = map(functions.wait_tensor, results) if _is_collective(func) else results
             named = {k: x for k, x in frame.f_locals.items() if isinstance(x, (Tensor, int))}
             place = _place(frame, name)
             call = Call(

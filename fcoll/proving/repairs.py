@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fcoll
+from fcoll import functions
 from fcoll.proving import _torch
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.judgement import same, total
@@ -162,8 +162,8 @@ def reduced(y: Any, op: str, axes: Sequence[str], now: Now) -> Any:
     if not isinstance(y, Tensor) or _torch.is_dtensor(y):
         return y
     for axis in axes:
-        y = fcoll.all_reduce(y, op, now.mesh[axis], grad="identity")
-    return fcoll.wait_tensor(y)
+        y = functions.all_reduce(y, op, now.mesh[axis], grad="identity")
+    return functions.wait_tensor(y)
 
 
 def _fits_when_reduced(site: Site, ring: Ring, mesh: Mesh, axes: Sequence[str], op: str) -> bool:
@@ -375,7 +375,7 @@ def _of_gathered(now: Now, axis: str, dim: int) -> Any:
     if _torch.is_dtensor(x):
         return now.as_it_is()
     n, place = group.size(), group.get_local_rank()
-    whole = fcoll.wait_tensor(fcoll.all_gather_into_tensor(x.contiguous(), group, dim=dim))
+    whole = functions.wait_tensor(functions.all_gather_into_tensor(x.contiguous(), group, dim=dim))
     out = now.run(whole, *now.args[1:], **now.kwargs)
     if isinstance(out, Tensor) and out.dim() == x.dim() and out.shape[dim] == n * x.shape[dim]:
         return out.chunk(n, dim)[place]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fcoll
+from fcoll import functions
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.lines import Change, Now, Place
 from fcoll.proving.repairs import (
@@ -364,8 +364,8 @@ def _passed(x: Tensor, now: Now, axis: str, steps: int) -> Tensor:
     n = group.size()
     if not steps % n:
         return x
-    return fcoll.wait_tensor(
-        fcoll.permute(x.contiguous(), [(r + steps) % n for r in range(n)], group)
+    return functions.wait_tensor(
+        functions.permute(x.contiguous(), [(r + steps) % n for r in range(n)], group)
     )
 
 
