@@ -119,4 +119,5 @@ def test_trace_check_and_report():
         fcoll.check(build, {"tp": 2})
         shown = text.render(timeline(trace))
     assert "all_reduce" in shown
-    assert_at_most(42, [found])
+    # where it was imported, the trace is ready to tell stages of pipelines their shapes
+    assert_at_most(42 + ("torch.distributed.pipelining" in sys.modules), [found])
