@@ -137,12 +137,14 @@ class _Proof:
         return self._verdict(True, bound, ())
 
     def _explained(self) -> tuple[Difference, ...]:
-        """What differs, by values; before it, if a trial with a change has told more, the line."""
+        """What differs, by values; before it the line, if a trial with a change has told more, or
+        no module has."""
         trial = self.trials[-1]
-        found = trial.differences()
-        if (first := self._investigated(trial)) is not None:
-            return (first, *found)
-        return found
+        found, first = trial.differences(), self._investigated(trial)
+        by_module = found[0].name not in {value.title for value in trial.wrong}
+        if first is None or (by_module and not first.remedy):
+            return found
+        return (first, *found)
 
     def _investigated(self, trial: _Trial) -> Difference | None:
         layout, compared = self.layout, self.compared

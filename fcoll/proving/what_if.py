@@ -14,7 +14,7 @@ from torch import Tensor
 from fcoll.proving import repairs, repairs_of_elements
 from fcoll.proving.correspondence import Layout, Mesh
 from fcoll.proving.judgement import Compared
-from fcoll.proving.lines import Changing, Recorded, Recording, in_backward
+from fcoll.proving.lines import Changing, Place, Recorded, Recording, in_backward
 from fcoll.proving.program import Cuts, Observed, Plan, Program, Survey
 from fcoll.proving.repairs import (
     FIRST,
@@ -73,7 +73,7 @@ class Investigation:
                 return self._told(*mended)
             if likely == LIKELY and is_forward and (done := self._by_a_factor(at)) is not None:
                 return self._told(*done)
-        return None
+        return _first_result(at[0]) if is_forward else None
 
     # -- what was recorded ---
 
@@ -212,9 +212,8 @@ class Investigation:
     # -- what is said ---
 
     def _told(self, repair: Repair, left: Sequence[Compared]) -> Difference:
-        name = f"result of {repair.place.function.strip('_')}"
         remedy = f"right after {repair.remedy}: then {self._agreement(left)}"
-        return Difference(name, repair.what, repair.place.shown, remedy)
+        return Difference(_name(repair.place), repair.what, repair.place.shown, remedy)
 
     def _agreement(self, left: Sequence[Compared]) -> str:
         wrong = sum(v.kind.startswith("gradient") for v in left)
@@ -240,6 +239,15 @@ _KINDS: Sequence[Callable[[Site, Ring, Mesh], Iterator[Repair]]] = (
     repairs_of_elements.factors_at_hand,
     repairs_of_elements.terms_at_hand,
 )
+
+
+def _first_result(site: Site) -> Difference:
+    what = "the first result that is not one device's, nor a part of it, on the way to the loss"
+    return Difference(_name(site.place), what, site.place.shown, "")
+
+
+def _name(place: Place) -> str:
+    return f"result of {place.function.strip('_')}"
 
 
 def _body(site: Site) -> tuple[Any, ...]:

@@ -72,8 +72,10 @@ class Settings:
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
         if warnings.filters is not self.filters:
+            differs = warnings.filters != self.filters
             warnings.filters = self.filters
-            _torch.forget_seen_warnings()
+            if differs:  # else a warning would be shown again whenever ranks take turns
+                _torch.forget_seen_warnings()
         warnings.showwarning = self.show_warning
         for name, value in self.env.items():
             if value is None:

@@ -197,6 +197,19 @@ def test_nothing_is_left_patched(error):
     assert not dist.is_initialized()
 
 
+def test_a_warning_is_shown_once(recwarn):
+    """Though each rank has filters of its own, which are changed whenever ranks take turns."""
+    warnings.simplefilter("default")
+
+    def program(rank):
+        for _ in range(3):
+            warnings.warn("said", UserWarning, stacklevel=1)
+            dist.barrier()
+
+    fcoll.simulate_ranks(program, 2)
+    assert [str(w.message) for w in recwarn] == ["said"]
+
+
 def test_inside_a_real_world(solo):
     x = torch.ones(2)
     assert fcoll.simulate_ranks(total, 3) == [[3.0, 3.0]] * 3
