@@ -85,7 +85,10 @@ def nbytes(shape: Shape | None, dtype: Dtype) -> int:
 
 def whole(pieces: Pieces, shape: Shape | None, dtype: Dtype) -> Value:
     """A new tensor with these pieces."""
-    return Value(Storage(pieces), shape, dtype, ((0, nbytes(shape, dtype)),))
+    size, given = nbytes(shape, dtype), sum(piece.size for piece in pieces)
+    if given != size:
+        raise Unsure(f"a traced value of {size} bytes is made of {given}: its shape is another's")
+    return Value(Storage(pieces), shape, dtype, ((0, size),))
 
 
 # -- parts of values ---

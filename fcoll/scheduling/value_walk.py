@@ -225,6 +225,8 @@ class _Walk:
     def item(self, node: Node) -> Any:
         of, i = self.env[node.args[0]], node.args[1]  # type: ignore[index]
         if isinstance(of, list) and isinstance(i, int):
+            if not -len(of) <= i < len(of):
+                raise Wrong(f"{node.name} is element {i} of {len(of)}", node)
             return of[i]
         if isinstance(of, Scalar):
             return Scalar(self.terms.of("call", "getitem", of.term, i))

@@ -388,6 +388,46 @@ def test_wrong_graphs_are_refuted(made, kind):
     assert len(verdicts) >= (9 if kind == "a start moved past a write" else EACH)
 
 
+# -- by lot: nothing is proved whose values are others ---
+
+
+def changed_by_lot(module: Graph, rng: random.Random) -> Graph:
+    """One argument is another value of that shape, or another number."""
+    made = copied(module)
+    nodes = list(made.graph.nodes)
+    node = rng.choice([node for node in nodes if node.op == "call_function"])
+    i = rng.randrange(len(node.args))
+    given = node.args[i]
+    if isinstance(given, fx.Node) and isinstance(given.meta["val"], torch.Tensor):
+        before = [n for n in nodes[: nodes.index(node)] if isinstance(n.meta["val"], torch.Tensor)]
+        given = rng.choice([n for n in before if n.meta["val"].shape == given.meta["val"].shape])
+    elif isinstance(given, int):
+        given += rng.choice([-1, 1])
+    elif isinstance(given, list):
+        given = rng.sample(given, len(given))
+    node.args = (*node.args[:i], given, *node.args[i + 1 :])
+    return made
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_proved_that_has_other_values(made, seed):
+    rng, proved = random.Random(seed), 0
+    for name in (*FUNCTIONAL, *(f"random {seed}" for seed in SEEDS)):
+        before = made.graphs[name]
+        after = changed_by_lot(before, rng)
+        if not fcoll.verify(before, after):
+            continue
+        proved += 1
+        inputs = [[x + rank for x in rows.inputs_of(before, rank)] for rank in range(4)]
+        try:
+            found = stacked_ranks.run(after, inputs)
+        except (RuntimeError, TypeError, AssertionError):
+            continue  # what is not used cannot be called so
+        for xs, ys in zip(stacked_ranks.run(before, inputs), found, strict=True):
+            assert all(map(torch.equal, xs, ys)), name
+    assert proved  # what was chosen for an argument may be itself
+
+
 # -- what can be told of it, and what cannot ---
 
 
