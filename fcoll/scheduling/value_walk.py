@@ -28,6 +28,8 @@ from fcoll.scheduling.value_moves import (
     whole,
 )
 from fcoll.scheduling.value_terms import Piece, Pieces, Terms, joined, replaced, taken
+from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST
+from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 from fcoll.table.row import Collective
 
 
@@ -376,21 +378,22 @@ class _Walk:
         mine = self.pieces(value, node)
         name = (row.single or row.message).removesuffix("_coalesced")
         n = rest.get("group_size")
-        plain = value.shape is not None and not rest.get("dim") and not rest.get("sizes")
+        dims = _leaves([rest.get("dim"), rest.get("dims")])
+        plain = value.shape is not None and not any(dims) and not rest.get("sizes")
         plain = plain and rest.get("factor") is None
         grad = rest.get("grad", "sum")
-        if plain and name == "all_gather_into_tensor" and isinstance(n, int):
+        if plain and name == ALL_GATHER_INTO_TENSOR.name and isinstance(n, int):
             parts = [self.terms.each((name, group, r), mine) for r in range(n)]
             return joined(p for part in parts for p in part), parts[0]
-        if plain and name == "all_reduce":
+        if plain and name == ALL_REDUCE.name:
             how: tuple[Any, ...] = (name, group, rest.get("reduce_op"), grad, value.dtype)
             return (made := joined(self.terms.each(how, mine))), made
-        if plain and name == "reduce_scatter_tensor" and isinstance(n, int):
+        if plain and name == REDUCE_SCATTER_TENSOR.name and isinstance(n, int):
             size = value.size // n
             parts = [tuple(Piece(*p) for p in taken(mine, [(r * size, size)])) for r in range(n)]
             head = (name, group, rest.get("reduce_op"), value.dtype)
             return (made := self.terms.combined(head, parts)), made
-        if plain and name == "broadcast":
+        if plain and name == BROADCAST.name:
             made = joined(self.terms.each((name, group, rest.get("src")), mine))
             return made, made
         args = self.key(rest, node), self.terms.value(mine, value.form)

@@ -530,3 +530,13 @@ def test_writes_keep_their_order():
     write.append(read)
     verdict = fcoll.verify(before, after)
     assert verdict.equal is False and read.name in verdict.nodes
+
+
+def test_gathers_of_other_dims_are_others():
+    def step(x):
+        return tuple(fcoll.all_gather_into_tensor_coalesced([x, x + 1]))
+
+    before = traced(step)
+    after = copied(before)
+    starts(after)[0].update_kwarg("dims", [1, 0])
+    assert not fcoll.verify(before, after)
