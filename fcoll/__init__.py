@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fcoll.scheduling.planner import schedule
     from fcoll.scheduling.scheduler_registry import scheduler
     from fcoll.scheduling.verified_plan import Plan
+    from fcoll.scheduling.verify_graphs import GraphVerdict, verify
     from fcoll.simulation import faults
     from fcoll.simulation.batched.indices import axis_index, rank
     from fcoll.simulation.batched.simulate import simulate
@@ -86,6 +87,7 @@ _NAMES_OF = {
     "report.all_ranks": "WorldTimeline timeline",
     "scheduling.verified_plan": "Plan",
     "scheduling.planner": "schedule",
+    "scheduling.verify_graphs": "GraphVerdict verify",
     "scheduling.scheduler_registry": "scheduler",
     "simulation.batched.indices": "axis_index rank",
     "simulation.batched.stacked_modules": "stack_modules",
@@ -118,6 +120,7 @@ __all__ = [
     "Diagnosis",
     "Exploration",
     "FcollError",
+    "GraphVerdict",
     "Group",
     "GroupLike",
     "Issued",
@@ -163,6 +166,7 @@ __all__ = [
     "symm_mem",
     "timeline",
     "trace",
+    "verify",
     "why",
 ]
 

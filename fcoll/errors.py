@@ -497,6 +497,10 @@ class BadPlan(FcollError):
     fix = "Give every step once, behind all that it needs, and stay under the memory cap."
 
 
+class GraphNotProved(FcollError):
+    template = "the second graph is not proved right{at}.\n{text}"
+
+
 class NoGraph(FcollError):
     what = "a plan of {what} has no graph to change"
     fix = "Plan a Trace of this process, or a GraphModule."

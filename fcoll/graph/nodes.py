@@ -161,6 +161,7 @@ LOCAL_NAMESPACES = {
     "xformers",
     "fbgemm",
     "fsdp",  # copies into and out of FSDP2's buffers
+    "bucketing",  # ... and into those of torch's bucketing passes
 }
 
 #: Ops on functions that are one kernel. Others may have any graph inside, collectives included.

@@ -61,6 +61,13 @@ def overlap_scheduler_order(
     return [names[node] for node in module.graph.nodes]
 
 
+def bucket_dtypes() -> list[torch.dtype]:
+    """The dtypes that an index given to ``bucketing::_pre_bucket_all_gather`` may mean."""
+    from torch._inductor.fx_passes import bucketing
+
+    return list(bucketing._ALL_DTYPES)
+
+
 @contextmanager
 def _deep_recursion() -> Iterator[None]:
     """Its handling of waits calls itself for each collective in flight, and sometimes forever:

@@ -43,10 +43,10 @@ def check_steps(before: Sequence[Step], after: Sequence[Step], fail: Fail) -> No
         for needed in step.inputs:
             if position.get(needed, -1) >= position[step.name]:
                 fail(f"{step.name} comes before {needed}, which it needs")
-    _check_effects([(s.name, s.effect, s.kind == "start") for s in before], position, fail)
+    check_effects([(s.name, s.effect, s.kind == "start") for s in before], position, fail)
 
 
-def _check_effects(
+def check_effects(
     before: Sequence[tuple[str, str, bool]], position: Mapping[str, int], fail: Fail
 ) -> None:
     """``before`` are (name, effect, is it a start) in the order that came in."""
@@ -77,14 +77,14 @@ def check_memory(
     steps: Sequence[Step], held_bytes: int, peak_bytes: int, cap: float, fail: Fail
 ) -> None:
     """The peak of an order is at most what the plan says, and that is under the cap."""
-    found = _peak(steps, held_bytes)
+    found = peak_of(steps, held_bytes)
     if found > peak_bytes:
         fail(f"it holds {show_bytes(found)}, more than the {show_bytes(peak_bytes)} it speaks of")
     if peak_bytes > cap:
         fail(f"it holds {show_bytes(peak_bytes)}, the cap is {show_bytes(int(cap))}")
 
 
-def _peak(steps: Sequence[Step], held_bytes: int) -> int:
+def peak_of(steps: Sequence[Step], held_bytes: int) -> int:
     """By the first and the last step that uses each buffer."""
     freed = {name for step in steps for name in step.last_use_of}
     starts = {step.collective: step for step in steps if step.kind == "start"}
@@ -129,7 +129,7 @@ def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> 
     effects = [(n.name, effect_of(n), uses.op(n).starts) for n in nodes if uses.op(n).has_effect]
     known = {name for name, _, _ in effects}
     position = {name: i for i, name in enumerate(name for name in order if name in known)}
-    _check_effects([e for e in effects if e[1] != "barrier"], position, fail)
+    check_effects([e for e in effects if e[1] != "barrier"], position, fail)
 
 
 def _name_the_first(

@@ -1,0 +1,355 @@
+"""Is one FX graph a right reordering of another? Whoever made it.
+
+Nodes are matched by what they compute, not by their names (value_terms.py): the results, and what
+is written to the inputs, must be the same terms. Then every collective is issued once, alone or in
+a bucket, and what may communicate keeps its place. On each group all ranks issue in one order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from math import prod
+from typing import Any, NoReturn
+
+from torch.fx import Graph, GraphModule
+
+from fcoll.errors import BadOption, FcollError, GraphNotProved
+from fcoll.graph.issued import collectives_of
+from fcoll.graph.steps import input_bytes, steps_of
+from fcoll.scheduling import verify_order
+from fcoll.scheduling.value_difference import difference
+from fcoll.scheduling.value_moves import Unsure, Wrong
+from fcoll.scheduling.value_terms import Terms
+from fcoll.scheduling.value_walk import Event, Reading, read
+from fcoll.units import show_bytes
+
+
+@dataclass(frozen=True)
+class GraphVerdict:
+    """Is the second graph right? ``equal`` is None where it could not be told, and ``why`` says why
+    not. ``bool(verdict)`` is ``equal is True``.
+
+    ``difference`` says what is wrong, ``nodes`` are the names of the nodes that show it: of the
+    second graph, or of the first where the second has none. ``reordered`` are the groups on which
+    the order of issue is another: right if all their ranks run graphs of this order.
+    """
+
+    equal: bool | None
+    difference: str = ""
+    nodes: tuple[str, ...] = ()
+    why: str = ""
+    reordered: tuple[str, ...] = ()
+    collectives: tuple[int, int] = (0, 0)  # how many are issued, before and after
+    peak_bytes: tuple[int | None, int | None] = (None, None)  # before, after; None: not known
+    rank: int | None = None  # whose graph it is, where each rank has its own
+
+    def __bool__(self) -> bool:
+        return self.equal is True
+
+    def require(self) -> GraphVerdict:
+        """Raise GraphNotProved unless it is proved."""
+        if not self:
+            raise GraphNotProved(text=str(self))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "text": str(self)}
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        of = "" if self.rank is None else f"rank {self.rank}: "
+        if self.equal is None:
+            return f"could not tell: {of}{self.why}"
+        if not self.equal:
+            return f"wrong: {of}{self.difference}"
+        before, after = self.collectives
+        text = f"proved: the same values, {before} collectives issued as {after}"
+        if None not in self.peak_bytes:
+            peaks = [show_bytes(x) for x in self.peak_bytes if x is not None]
+            text += f", peak {peaks[0]} before and {peaks[1]} after"
+        if self.reordered:
+            text += (
+                f"\nanother order on {', '.join(self.reordered)}: right only if all ranks of it "
+                "run this very order"
+            )
+        return text
+
+
+Given = Any  # a Graph, a GraphModule, or a Trace
+
+
+def verify(before: Given, after: Given, mesh: Any = None) -> GraphVerdict:
+    """Prove or refute that ``after`` computes what ``before`` does, and is safe to run.
+
+    Both are a Trace, a GraphModule or a Graph; ``after`` may be anyone's: nodes may be moved,
+    collectives merged into buckets, waits merged, pure nodes left out. ``{rank: graph}`` gives each
+    rank's own, as ``before`` may: then the orders in which they issue are compared, too. With
+    ``mesh`` (its sizes, or a DeviceMesh) a graph is one for all its ranks, and of a dict none may
+    be missing.
+
+    >>> def step(x):
+    ...     return fcoll.all_reduce(x, "sum") + x * 2
+    >>> with fcoll.fake_world(dp=4):
+    ...     trace = fcoll.trace(step, torch.ones(8), mode="forward")
+    ...     plan = fcoll.schedule(trace, scheduler="safe")
+    >>> bool(fcoll.verify(trace, plan.apply()))
+    True
+    """
+    afters = dict(after) if isinstance(after, Mapping) else {None: after}
+    missing = _ranks_of(mesh) - set(afters) if isinstance(after, Mapping) else set()
+    terms = Terms()
+    verdicts, orders = [], {}
+    known: dict[int, _Side] = {}
+    for rank, graph in afters.items():
+        given = before[rank] if isinstance(before, Mapping) else before
+        if id(given) not in known:
+            known[id(given)] = _Side(given, terms)
+        verdict, order = _compare(known[id(given)], _Side(graph, terms))
+        verdicts.append(replace(verdict, rank=rank))
+        orders[rank] = order
+    worst = min(verdicts, key=lambda v: (v.equal is not False, v.equal is not None))
+    if not worst:
+        return worst
+    if isinstance(after, Mapping):
+        worst = _of_all_ranks(verdicts, orders)
+    if worst and missing:
+        why = f"the graph of rank {min(missing)} is not given, and {len(missing) - 1} more"
+        return replace(worst, equal=None, why=why)
+    return replace(worst, reordered=()) if mesh is not None else worst
+
+
+Order = dict[str, list[tuple[int, ...]]]  # by group: which calls of the first graph, in order
+
+
+class _Side:
+    """One of the two graphs, read."""
+
+    def __init__(self, given: Given, terms: Terms) -> None:
+        self.given = graph = _graph_of(given)
+        self.terms = terms
+        self.reading: Reading | None = None
+        self.wrong: Wrong | None = None
+        self.unsure = ""
+        try:
+            self.reading = read(graph, terms)
+        except Wrong as error:
+            self.wrong = error
+        except Unsure as error:
+            self.unsure = str(error)
+
+    def peak_bytes(self) -> int | None:
+        """Of each step on its own, without kernels that join them."""
+        module = self.given.owning_module
+        if module is None or module.graph is not self.given:
+            module = GraphModule(module or {}, self.given)
+        try:
+            names = {node.name for node in self.given.nodes}  # no step's flops are asked for
+            steps = steps_of(module, collectives_of(module), fuse=False, priced=names)
+            return verify_order.peak_of(steps, input_bytes(module))
+        except (FcollError, AttributeError, KeyError, TypeError, ValueError):
+            return None  # a graph without traced values, or with sizes that only a run knows
+
+
+def _graph_of(given: Given) -> Graph:
+    module = getattr(given, "graph_module", given)
+    graph = module if isinstance(module, Graph) else getattr(module, "graph", None)
+    if not isinstance(graph, Graph):
+        known = "a fcoll.Trace with its graph, a GraphModule, a Graph, or {rank: one of these}"
+        raise BadOption(op="verify", arg="graph", value=given, known=known)
+    return graph
+
+
+def _ranks_of(mesh: Any) -> set[Any]:
+    if mesh is None:
+        return set()
+    size = prod(mesh.values()) if isinstance(mesh, Mapping) else mesh.size()
+    return set(range(size))
+
+
+# -- one graph against another ---
+
+
+class _Refuted(Exception):
+    pass
+
+
+def _compare(before: _Side, after: _Side) -> tuple[GraphVerdict, Order]:
+    if before.wrong is not None or before.unsure:
+        why = f"the first graph is not sound: {before.wrong}" if before.wrong else before.unsure
+        return GraphVerdict(None, why=why), {}
+    if after.wrong is not None:
+        return GraphVerdict(False, str(after.wrong), after.wrong.nodes), {}
+    if after.reading is None or before.reading is None:
+        return GraphVerdict(None, why=after.unsure), {}
+    a, b = before.reading, after.reading
+    verdict = _same_values(before.terms, a, b)
+    if verdict is not None:
+        return verdict, {}
+    members, verdict = _members(a.events, b.events)
+    if verdict is not None:
+        return verdict, {}
+    verdict = _effects_in_order(a.events, b.events, members)
+    if verdict is not None:
+        return verdict, {}
+    order = _orders(a.events, b.events, members)
+    changed = [
+        g
+        for g, calls in order.items()
+        if [i for c in calls for i in c] != sorted(i for c in calls for i in c)
+    ]
+    starts = [sum(e.is_start for e in side) for side in (a.events, b.events)]
+    return GraphVerdict(
+        True,
+        reordered=tuple(changed),
+        collectives=(starts[0], starts[1]),
+        peak_bytes=(before.peak_bytes(), after.peak_bytes()),
+    ), order
+
+
+def _same_values(terms: Terms, a: Reading, b: Reading) -> GraphVerdict | None:
+    """None if all results, and all that is written to inputs, are the same."""
+    if len(a.results) != len(b.results):
+        return GraphVerdict(False, f"it has {len(b.results)} results, not {len(a.results)}")
+    pairs = [(name, x, y) for (name, x), (_, y) in zip(a.results, b.results, strict=True)]
+    for name in dict.fromkeys([*a.written, *b.written]):
+        if name not in a.written or name not in b.written:
+            which, done = ("no longer", a) if name in a.written else ("now", b)
+            text = f"{name} is {which} written to"
+            return GraphVerdict(
+                False, text, tuple(filter(None, [done.made_by.get(done.written[name])]))
+            )
+        pairs.append((f"what {name} has at the end", a.written[name], b.written[name]))
+    unsure = None
+    for name, one, two in pairs:
+        if one == two:
+            continue
+        found = difference(terms, name, one, two, a, b)
+        if found.is_sure:
+            return GraphVerdict(False, found.text, found.nodes)
+        unsure = unsure or GraphVerdict(None, nodes=found.nodes, why=found.text)
+    return unsure
+
+
+def _members(
+    before: Sequence[Event], after: Sequence[Event]
+) -> tuple[list[tuple[int, ...]], GraphVerdict | None]:
+    """Of each event of the second graph, which of the first it is: a bucket is several, a chunk is
+    a part of one."""
+    exact: dict[Any, list[int]] = {}
+    for i, event in enumerate(before):
+        exact.setdefault(event.cover, []).append(i)
+    places = {cover: iter(found) for cover, found in exact.items()}
+    by_term = _by_term(before)
+    found: list[tuple[int, ...]] = []
+    times: dict[int, float] = {}
+    for event in after:
+        same = next(places[event.cover], None) if event.cover in places else None
+        mine = {same: 1.0} if same is not None else _parts(event, before, by_term)
+        if mine is None:
+            text = f"{event.node.name} is no collective of the first graph, nor a bucket of them"
+            return [], GraphVerdict(False, text, (event.node.name,))
+        for i, part in mine.items():
+            times[i] = times.get(i, 0.0) + part
+        found.append(tuple(mine))
+    for i, event in enumerate(before):
+        name, often = event.node.name, times.get(i, 0.0)
+        if often > 1 + 1e-9:
+            nodes = [e.node.name for e, of in zip(after, found, strict=True) if i in of]
+            return [], GraphVerdict(False, f"{name} is issued more than once", tuple(nodes))
+        if often < 1 - 1e-9 and not any(times.get(j) for j in exact[event.cover]):
+            return [], GraphVerdict(False, f"{name} is not issued", (name,))
+    return found, None
+
+
+def _by_term(events: Sequence[Event]) -> dict[int, list[tuple[int, int, int]]]:
+    """By the term: where each event's pieces of it begin and end."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for i, event in enumerate(events):
+        for piece in event.cover:
+            found.setdefault(piece.term, []).append((piece.begin, piece.begin + piece.size, i))
+    for pieces in found.values():
+        pieces.sort()
+    return found
+
+
+def _parts(
+    event: Event, before: Sequence[Event], by_term: Mapping[int, list[tuple[int, int, int]]]
+) -> dict[int, float] | None:
+    """The events of the first graph that an event sends, with the part that it sends of each."""
+    found: dict[int, float] = {}
+    for piece in event.cover:
+        at, end = piece.begin, piece.begin + piece.size
+        known = by_term.get(piece.term, [])
+        k = max(bisect_right(known, (at, end, len(before))) - 1, 0)
+        while k > 0 and known[k - 1][1] > at:
+            k -= 1
+        while at < end:
+            while k < len(known) and known[k][1] <= at:
+                k += 1
+            if k == len(known) or known[k][0] > at:
+                return None
+            _, stop, i = known[k]
+            size = sum(p.size for p in before[i].cover)
+            found[i] = found.get(i, 0.0) + (min(stop, end) - at) / size
+            at = min(stop, end)
+    return found
+
+
+def _effects_in_order(
+    before: Sequence[Event], after: Sequence[Event], members: Sequence[tuple[int, ...]]
+) -> GraphVerdict | None:
+    """What may communicate keeps its place, and beside messages all collectives do."""
+    order = list(dict.fromkeys(i for of in members for i in of))
+    left_out = [i for i in range(len(before)) if i not in set(order)]
+    kept = [i for i in range(len(before)) if i not in set(left_out)]
+    position = {before[i].node.name: at for at, i in enumerate(order)}
+    effects = [(before[i].node.name, before[i].effect, before[i].is_start) for i in kept]
+
+    def fail(why: str) -> NoReturn:
+        raise _Refuted(why)
+
+    try:
+        verify_order.check_effects(effects, position, fail)
+    except _Refuted as error:
+        names = [name for name in position if name in str(error)]
+        return GraphVerdict(False, str(error), tuple(names))
+    return None
+
+
+def _orders(
+    before: Sequence[Event], after: Sequence[Event], members: Sequence[tuple[int, ...]]
+) -> Order:
+    """By group: which of its calls in the first graph each call of the second one is."""
+    place: dict[int, int] = {}
+    counts: dict[str, int] = {}
+    for i, event in enumerate(before):
+        place[i] = counts[event.group] = counts.get(event.group, -1) + 1
+    found: Order = {}
+    for event, of in zip(after, members, strict=True):
+        if event.is_start and event.group:
+            found.setdefault(event.group, []).append(tuple(place[i] for i in of))
+    return found
+
+
+# -- all ranks ---
+
+
+def _of_all_ranks(verdicts: Sequence[GraphVerdict], orders: Mapping[Any, Order]) -> GraphVerdict:
+    """On each group all ranks that have it issue the same, in one order."""
+    first: dict[str, Any] = {}
+    for rank, order in orders.items():
+        for group, calls in order.items():
+            one = first.setdefault(group, rank)
+            theirs = orders[one][group]
+            if calls == theirs:
+                continue
+            pairs = zip(calls, theirs, strict=False)
+            i = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(calls), len(theirs)))
+            text = f"call {i} on group {group} is another one than on rank {one}"
+            return GraphVerdict(False, text, rank=rank)
+    return replace(verdicts[0], rank=None, reordered=())
