@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 #: fcoll's own version, which pyproject.toml has too.
-VERSION = "0.1.0"
+VERSION = "0.5.0"
 
 
 def when_imported(name: str, act: Callable[[], object]) -> None:
