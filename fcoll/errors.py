@@ -498,7 +498,8 @@ class BadPlan(FcollError):
 
 
 class GraphNotProved(FcollError):
-    template = "the second graph is not proved right{at}.\n{text}"
+    what = "the second graph is not proved right{at}: {text}"
+    fix = "Look at the nodes that it names, in both graphs."
 
 
 class NoGraph(FcollError):

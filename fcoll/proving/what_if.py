@@ -242,7 +242,7 @@ _KINDS: Sequence[Callable[[Site, Ring, Mesh], Iterator[Repair]]] = (
 
 
 def _first_result(site: Site) -> Difference:
-    what = "the first result that is not one device's, nor a part of it, on the way to the loss"
+    what = "the first result that is not one device's, nor a part of it, on the way to what differs"
     return Difference(_name(site.place), what, site.place.shown, "")
 
 
