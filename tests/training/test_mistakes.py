@@ -167,6 +167,8 @@ def test_hooks_that_torchs_module_refuses_or_trips_over():
 
 
 def test_a_compiled_module_does_not_join():
+    torch._dynamo.reset()  # what tests before have compiled, and where they had Dynamo skip frames
+
     def run(rank):
         module = fcoll.DataParallel(Net())
         compiled = torch.compile(module, fullgraph=True, backend="eager")
