@@ -132,7 +132,8 @@ def _prove(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         single = programs.load(args.single) if args.single else None
     allow = ("rng",) if args.allow_rng else ()
-    code, found, text = _proved(args, build, single=single, trials=args.trials, allow=allow)
+    how = {"trials": args.trials, "allow": allow, "diagnose": not args.no_diagnose}
+    code, found, text = _proved(args, build, single=single, **how)
     _print(args, found, lambda: text)
     return code
 

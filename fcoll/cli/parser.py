@@ -272,6 +272,8 @@ def _prove(command: argparse.ArgumentParser) -> None:
     rng = "take random numbers of the step as they are drawn"
     command.add_argument("--allow-rng", action="store_true", help=rng)
     command.add_argument("--isolate", type=_modules, metavar="NAMES", help=_ISOLATE)
+    without = "where it differs, try no changes of its lines (up to 20 s of CPU)"
+    command.add_argument("--no-diagnose", action="store_true", help=without)
     command.add_argument("--html", metavar="FILE", help="write a page: what differs, with lines")
     command.add_argument("--svg", metavar="FILE", help="write a picture")
     command.set_defaults(demo=None)

@@ -83,7 +83,7 @@ def _of_module(
     return value, None
 
 
-def diagnose(
+def differing(
     ring: Ring, wrong: Sequence[Compared], lines: dict[str, str], mesh: Mesh, gradients: int
 ) -> tuple[Difference, ...]:
     """All that differ; the first with what is wrong and what would mend it."""

@@ -16,7 +16,7 @@ from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Data, Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
-from fcoll.proving.diagnosis import diagnose, first_of_modules
+from fcoll.proving.diagnosis import differing, first_of_modules
 from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.module_outputs import cuttable, without_cuts
@@ -48,6 +48,7 @@ def prove(
     data: Data | None = None,
     seed: int = 0,
     isolate: Iterable[str] | None = None,
+    diagnose: bool = True,
     progress: Progress | None = None,
 ) -> Verdict:
     """Is the step on this mesh the function that it is on one device? Loss, every gradient and
@@ -66,7 +67,8 @@ def prove(
     What could not be told has ``equal`` None and says why: an op without a rule, a value that
     leaves the tensors, random numbers (unless ``allow={"rng"}``). Calls that do not match raise, as
     in ``fcoll.check``. ``isolate``: modules whose globals each rank has for itself, as in
-    ``fcoll.simulate_ranks``.
+    ``fcoll.simulate_ranks``. ``diagnose=False``: of a step that differs say only what its values
+    tell, without trials of changes of its lines, which take up to 20 s of CPU.
 
     >>> def build(mesh):
     ...     w = torch.nn.Parameter(torch.randn(4))
@@ -96,7 +98,8 @@ def prove(
     ones = Mesh(dict.fromkeys(axes, 1))
     alone = Program(single or build, ones, frozenset(allow), "the program of one device")
     parallel.isolate = alone.isolate = isolated(isolate, "prove")
-    proof = _Proof(parallel, alone, random.Random(seed), progress or (lambda done, of: None))
+    tell = progress or (lambda done, of: None)
+    proof = _Proof(parallel, alone, random.Random(seed), tell, diagnose)
     with_hint = watch_modules()
     try:
         return with_hint(proof.verdict(trials))
@@ -111,6 +114,7 @@ class _Proof:
     alone: Program
     random: random.Random
     tell: Progress
+    diagnose: bool = True  # may changes of the step's lines be tried?
     compared: dict[str, int] = field(default_factory=dict)
     uninterpreted: set[str] = field(default_factory=set)
     trials: list[_Trial] = field(default_factory=list)
@@ -140,7 +144,8 @@ class _Proof:
         """What differs, by values; before it the line, if a trial with a change has told more, or
         no module has."""
         trial = self.trials[-1]
-        found, first = trial.differences(), self._investigated(trial)
+        found = trial.differences()
+        first = self._investigated(trial) if self.diagnose else None
         by_module = found[0].name not in {value.title for value in trial.wrong}
         if first is None or (by_module and not first.remedy):
             return found
@@ -324,7 +329,7 @@ class _Trial:
         earlier = tuple(f"gradient (step {k})" for k in range(1, len(self.one.gradients)))
         wrong = sorted(self.wrong, key=lambda value: value.kind not in earlier)
         of_a_step = self.compared["gradients"] // len(self.one.gradients)
-        found = diagnose(self.ring, wrong, lines, self.mesh, of_a_step)
+        found = differing(self.ring, wrong, lines, self.mesh, of_a_step)
         modules = () if wrong[0].kind in earlier else self._of_modules()
         return (*modules, *found)
 

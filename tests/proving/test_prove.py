@@ -380,3 +380,15 @@ def test_command(target, code, text, tmp_path, capsys):
     assert run(parser().parse_args([*args, "--json"])) == code
     found = json.loads(capsys.readouterr().out)
     assert found["equal"] is {FINE: True, FOUND: False, FAILED: None}[code]
+
+
+def test_an_answer_without_a_search(tmp_path, capsys, monkeypatch):
+    from fcoll.cli.commands import run
+    from fcoll.proving import what_if
+
+    path = tmp_path / "train.py"
+    path.write_text(SOURCE)
+    monkeypatch.delattr(what_if.Investigation, "first_difference")
+    args = ["prove", f"{path}:wrong", "--mesh", "dp=2", "-q", "--no-diagnose"]
+    assert run(parser().parse_args(args)) == FOUND
+    assert 'an average over "dp" is missing' in capsys.readouterr().out
