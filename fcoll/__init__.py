@@ -58,56 +58,29 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 
-def _names_of_functions() -> list[str]:
-    """functions.__all__, read without importing torch: a collective is named in one place."""
-    with open(os.path.join(os.path.dirname(__file__), "functions.py")) as file:
-        text = file.read()
-    return ast.literal_eval(text.partition("\n__all__ = ")[2].partition("]")[0] + "]")
+def _source(file: str) -> str:
+    with open(os.path.join(os.path.dirname(__file__), file)) as opened:
+        return opened.read()
 
 
-_FUNCTIONS = _names_of_functions()
+def _modules_by_name(functions: list[str]) -> dict[str, str]:
+    """Where the public names are, as the imports above tell type checkers: a name in one place."""
+    modules: dict[str, str] = {}
+    for line in _source("__init__.py").splitlines():
+        if line.startswith("    from fcoll"):
+            _, module, _, names = line.partition("#")[0].split(maxsplit=3)
+            listed = functions if names.strip() == "*" else names.split(", ")
+            modules |= dict.fromkeys(listed, module)
+        elif line.startswith("__version__"):
+            break
+    return modules
 
-# Where the public names are: the imports above once more, and a test compares them.
-_NAMES_OF = {
-    "checking.check": "Checked check",
-    "checking.hangs": "Diagnosis why",
-    "costs.machine": "Machine",
-    "eager.async_tensor": "AsyncCollectiveTensor",
-    "eager.launch": "launch",
-    "eager.register": "register",
-    "errors": "FcollError",
-    "functions": " ".join(_FUNCTIONS),
-    "graph.issued": "Issued",
-    "groups": "Group GroupLike",
-    "profiling.profile": "Profile profile",
-    "proving.prove": "prove",
-    "proving.verdict": "Verdict",
-    "report.advice": "Advice advice",
-    "report.scale": "Point Points scale",
-    "report.all_ranks": "WorldTimeline timeline",
-    "scheduling.verified_plan": "Plan",
-    "scheduling.planner": "schedule",
-    "scheduling.verify_graphs": "GraphVerdict verify",
-    "scheduling.scheduler_registry": "scheduler",
-    "simulation.batched.indices": "axis_index rank",
-    "simulation.batched.stacked_modules": "stack_modules",
-    "simulation.batched.simulate": "simulate",
-    "simulation.explore": "Exploration explore",
-    "simulation.ranks": "simulate_ranks",
-    "symm_mem": "accelerate_c10d",
-    "table.collectives": "COLLECTIVES",
-    "table.row": "Collective",
-    "tracing.fake_world": "fake_world",
-    "tracing.trace": "Trace trace",
-    "tracing.values": "assume",
-    "training.data_parallel": "DataParallel MixedPrecision accelerate_ddp",
-    "training.logger": "Logger",
-    "training.reducer": "Reducer",
-    "transport.dumps": "dump_flight_records dump_on_signal",
-    "transport.backend": "as_gloo",
-}
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
-_MODULES = {"faults": "simulation.faults"}  # others have the name that they are asked for by
+
+# functions.__all__, read without importing torch
+_FUNCTIONS = ast.literal_eval(
+    _source("functions.py").partition("\n__all__ = ")[2].partition("]")[0] + "]"
+)
+_MODULE_OF = _modules_by_name(_FUNCTIONS)
 
 __all__ = [
     *_FUNCTIONS,
@@ -172,11 +145,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = f"fcoll.{_MODULES.get(name, name)}"
-    if name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"fcoll.{_MODULE_OF[name]}"), name)
-    elif not name.startswith("__") and importlib.util.find_spec(module):
-        value = importlib.import_module(module)
+    module = _MODULE_OF.get(name, __name__)
+    if module != __name__ and hasattr(importlib.import_module(module), name):
+        value = getattr(importlib.import_module(module), name)
+    elif not name.startswith("__") and importlib.util.find_spec(f"{module}.{name}"):
+        value = importlib.import_module(f"{module}.{name}")
     else:
         raise AttributeError(f"module 'fcoll' has no attribute {name!r}")
     globals()[name] = value
