@@ -273,6 +273,7 @@ class CheckMismatch(CollectiveMismatch):
     none) and the last collective that they have in common."""
 
     template = "{message}"
+    kept = ("rank", "ranks", "calls", "last_common")
     ranks: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
     last_common: Any = None

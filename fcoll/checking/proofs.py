@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from fcoll.checking.provenance import Origins, call_keys
 from fcoll.checking.size_comparison import Sizes, apart, differ
@@ -118,17 +118,12 @@ def _calls_in(term: Any) -> Iterator[Any]:
 # -- proof 1: the members of a group make the same calls ---
 
 
-def is_transfer(call: Issued) -> bool:
-    """Is it between two ranks, not for the whole group?"""
-    return call.row.is_p2p
-
-
 def same_calls(programs: dict[int, Program], known: Known) -> int:
     """Compare all traced members of every group; the number of groups."""
     by_group: dict[GroupKey, dict[int, list[Issued]]] = defaultdict(dict)
     for rank, program in programs.items():
         for call in program.calls:
-            if not is_transfer(call):
+            if not call.row.is_p2p:
                 by_group[call.group_key].setdefault(rank, []).append(call)
     for key, lists in by_group.items():
         members = {r: lists.get(r, []) for r in key[0] if r in programs}
@@ -237,10 +232,8 @@ def _raise_mismatch(
         lines += ["  from there on they are not at the same line, and then:"]
         lines += [f"  rank {r}: {describe(c) if c else 'makes no more'}" for r, c in late.items()]
     lines += [f"  last in common: {describe(common) if common else 'none'}"]
-    lines += ["All ranks of a group must make the same calls in the same order: look for a branch"]
-    error = CheckMismatch(message="\n".join(lines) + " that only some of them take.")
-    error.ranks, error.calls, error.last_common = (rank, other), tuple(at.values()), common
-    raise error
+    text, calls = "\n".join([*lines, CheckMismatch.fix]), tuple(at.values())
+    raise CheckMismatch(message=text, ranks=(rank, other), calls=calls, last_common=common)
 
 
 def _some(ranks: tuple[int, ...]) -> str:
@@ -253,10 +246,8 @@ def _some(ranks: tuple[int, ...]) -> str:
 
 def transfers_of(call: Issued, me: int) -> Iterator[Transfer]:
     """The messages of a point-to-point call; none of another."""
-    if not is_transfer(call):
-        return
     of_each = zip(messages_of(call), call.shapes, call.dtypes, strict=True)
-    for (sends, peer, tag), shape, dtype in of_each:
+    for (sends, peer, tag), shape, dtype in of_each if call.row.is_p2p else ():
         yield Transfer(call, sends, me, call.ranks[peer], tag, shape, dtype)
 
 
@@ -304,99 +295,108 @@ def _raise_transfer(
         lines.append(f"  rank {found[0].peer}: has no {wanted} with tag {found[0].tag} for it")
     lines.append(f"  last in common: {describe(common.call) if common else 'none'}")
     hint = "Every send needs a receive with the same tag, shape and dtype, in the same order."
-    error = UnmatchedTransfer(message="\n".join([*lines, hint]))
-    error.ranks = (found[0].me, found[0].peer)
-    error.calls = tuple(t.call for t in found)
-    error.last_common = common.call if common else None
-    raise error
+    raise UnmatchedTransfer(
+        message="\n".join([*lines, hint]),
+        ranks=(found[0].me, found[0].peer),
+        calls=tuple(t.call for t in found),
+        last_common=common.call if common else None,
+    )
 
 
 # -- proof 3: nobody waits in a circle ---
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """An event of a rank: what it says by coming to it, and which ranks must have said what, how
+    often, before it goes on."""
+
+    call: Issued
+    says: list[Any]
+    waits: list[tuple[tuple[int, ...], Any, int]]
+
+
+def _turns(program: Program) -> Iterator[_Turn]:
+    """A collective holds a rank until all members are there, a message only where it is waited for,
+    until the other side has started."""
+    said: Counter[Any] = Counter()
+    messages: dict[int, list[Any]] = defaultdict(list)  # of a call: what its wait waits for
+    for kind, id in program.events:
+        call = program.calls[id]
+        if kind == "wait":
+            yield _Turn(call, [], messages[id])
+        elif call.row.is_p2p:
+            transfers = list(transfers_of(call, program.rank))
+            for t in transfers:
+                said[t.sends, t.lane] += 1
+                messages[id].append(((t.peer,), (not t.sends, t.lane), said[t.sends, t.lane]))
+            yield _Turn(call, [(t.sends, t.lane) for t in transfers], [])
+        else:
+            key = call.group_key
+            said[key] += 1
+            yield _Turn(call, [key], [(key[0], key, said[key])])
+
+
 class _Run:
-    """The programs run against each other: a collective holds a rank until all members are there,
-    a message holds it only where it waits for it, until the other side has started."""
+    """The programs run against each other."""
 
     def __init__(self, programs: dict[int, Program]) -> None:
-        self.programs = programs
-        self.at = dict.fromkeys(programs, 0)  # rank -> its next event
-        self.entered: Counter[tuple[int, GroupKey]] = Counter()  # collectives begun
-        self.inside: dict[int, bool] = dict.fromkeys(programs, False)
-        self.started: Counter[tuple[bool, Any]] = Counter()  # messages, by direction and lane
-        self.place = {r: self._places(p) for r, p in programs.items()}
+        self.turns = {rank: list(_turns(program)) for rank, program in programs.items()}
+        self.at = dict.fromkeys(programs, 0)  # rank -> its turn
+        self.said: Counter[tuple[int, Any]] = Counter()
+        for rank in programs:
+            self._come(rank)
 
-    @staticmethod
-    def _places(program: Program) -> dict[int, list[tuple[Transfer, int]]]:
-        """A call's messages, and which on its lane each is."""
-        counts: Counter[Any] = Counter()
-        places: dict[int, list[tuple[Transfer, int]]] = defaultdict(list)
-        for transfer in program.transfers():
-            counts[transfer.sends, transfer.lane] += 1
-            places[transfer.call.id].append((transfer, counts[transfer.sends, transfer.lane]))
-        return places
+    def turn(self, rank: int) -> _Turn | None:
+        """What it is in; None if it is through."""
+        turns, i = self.turns[rank], self.at[rank]
+        return turns[i] if i < len(turns) else None
 
-    def call(self, rank: int) -> tuple[str, Issued] | None:
-        program, i = self.programs[rank], self.at[rank]
-        if i == len(program.events):
-            return None
-        kind, id = program.events[i]
-        return kind, program.calls[id]
+    def _come(self, rank: int) -> None:
+        if (turn := self.turn(rank)) is not None:
+            self.said.update((rank, key) for key in turn.says)
 
     def advance(self, rank: int) -> bool:
         """Go on as far as possible; did it move at all?"""
-        moved = False
-        while (event := self.call(rank)) is not None:
-            kind, call = event
-            moved |= self._begin(rank, kind, call)
-            if self.blockers(rank):
-                break
+        before = self.at[rank]
+        while self.turn(rank) is not None and not self.blockers(rank):
             self.at[rank] += 1
-            self.inside[rank] = False
-            moved = True
-        return moved
-
-    def _begin(self, rank: int, kind: str, call: Issued) -> bool:
-        if kind == "wait" or self.inside[rank]:
-            return False
-        self.inside[rank] = True
-        if is_transfer(call):
-            for transfer, _ in self.place[rank][call.id]:
-                self.started[transfer.sends, transfer.lane] += 1
-        else:
-            self.entered[rank, call.group_key] += 1
-        return True
+            self._come(rank)
+        return self.at[rank] > before
 
     def blockers(self, rank: int) -> list[int]:
         """The ranks that it waits for right now."""
-        event = self.call(rank)
-        if event is None:
-            return []
-        kind, call = event
-        if is_transfer(call):
-            if kind == "start":
-                return []
-            there = self.place[rank][call.id]
-            return [t.peer for t, k in there if self.started[not t.sends, t.lane] < k]
-        if kind == "wait":
-            return []
-        key = call.group_key
-        mine = self.entered[rank, key]
-        members = [r for r in key[0] if r in self.programs]
-        return [r for r in members if self.entered[r, key] < mine]
+        turn = self.turn(rank)
+        waits = turn.waits if turn is not None else []
+        return [
+            r for ranks, key, n in waits for r in ranks if r in self.turns and self.said[r, key] < n
+        ]
 
 
 def no_deadlock(programs: dict[int, Program]) -> None:
     run = _Run(programs)
     while any([run.advance(rank) for rank in programs]):
         pass
-    stuck = [rank for rank in programs if run.call(rank) is not None]
+    stuck = [rank for rank in programs if run.turn(rank) is not None]
     if stuck:
         _raise_deadlock(run, stuck[0])
 
 
+def _raise_deadlock(run: _Run, rank: int) -> NoReturn:
+    chain = [rank]
+    while (following := run.blockers(chain[-1])[0]) not in chain:
+        chain.append(following)
+    circle = chain[chain.index(following) :]
+    calls = [turn.call for turn in map(run.turn, circle) if turn is not None]
+    lines = [f"ranks {', '.join(map(str, circle))} would wait for one another for ever:"]
+    for r, call, after in zip(circle, calls, [*circle[1:], circle[0]], strict=True):
+        lines.append(f'  rank {r} is in {describe(call)} on "{call.label}" and waits for {after}')
+    text = "\n".join([*lines, _way_out(calls)])
+    raise Deadlock(message=text, ranks=tuple(circle), calls=tuple(calls))
+
+
 def _way_out(calls: list[Issued]) -> str:
-    if not any(map(is_transfer, calls)):
+    if not any(call.row.is_p2p for call in calls):
         return "Let all ranks make their calls on different groups in the same order."
     if all("dst" in call.args for call in calls):
         return (
@@ -404,19 +404,3 @@ def _way_out(calls: list[Issued]) -> str:
             "not do. Let one receive first, wait later (isend), or use batch_p2p."
         )
     return "Send first, or use batch_p2p, which does both at once."
-
-
-def _raise_deadlock(run: _Run, rank: int) -> None:
-    chain = [rank]
-    while (following := run.blockers(chain[-1])[0]) not in chain:
-        chain.append(following)
-    circle = chain[chain.index(following) :]
-    calls = [event[1] for event in map(run.call, circle) if event is not None]
-    lines = [f"ranks {', '.join(map(str, circle))} would wait for one another for ever:"]
-    for r, call, after in zip(circle, calls, [*circle[1:], circle[0]], strict=True):
-        group = call.label
-        lines.append(f'  rank {r} is in {describe(call)} on "{group}" and waits for {after}')
-    lines.append(_way_out(calls))
-    error = Deadlock(message="\n".join(lines))
-    error.ranks, error.calls = tuple(circle), tuple(calls)
-    raise error

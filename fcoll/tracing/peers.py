@@ -94,16 +94,13 @@ class Board:
 def _raise_circle(todo: list[Requested]) -> None:
     waits = [f"  rank {x.rank} waits for {x.what} from rank {x.source}" for x in todo]
     lines = ["ranks wait for what the others have to say first:", *waits]
-    error = Deadlock(message="\n".join(lines))
-    error.ranks = tuple(x.rank for x in todo)
-    raise error
+    raise Deadlock(message="\n".join(lines), ranks=tuple(x.rank for x in todo))
 
 
 def _raise_unpublished(request: Requested) -> None:
-    error = UnmatchedTransfer(
+    raise UnmatchedTransfer(
         message=f"between ranks {request.source} and {request.rank}: rank {request.rank} waits for "
         f"{request.what}, which rank {request.source} does not send. All ranks of a pipeline must "
-        "make the same stages, in the same order."
+        "make the same stages, in the same order.",
+        ranks=(request.source, request.rank),
     )
-    error.ranks = (request.source, request.rank)
-    raise error
