@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from html import escape
-from typing import Any
+from dataclasses import dataclass
 
 from fcoll.errors import NotEqual
+from fcoll.graph.proof_result import ProofResult
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,12 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(ProofResult):
     """Is the parallel step the function of one device? ``equal`` is None where it could not be
     told, and ``why`` says why not. ``bool(verdict)`` is ``equal is True``."""
 
-    equal: bool | None
+    error = NotEqual
+
     error_bound: float  # the chance that different functions have agreed in all trials
     trials: int
     compared: dict[str, int]  # {"losses": 1, "gradients": 34, "updated parameters": 34}
@@ -39,21 +39,6 @@ class Verdict:
     cuts: tuple[
         str, ...
     ] = ()  # modules whose outputs were taken for uninterpreted functions; steps
-
-    def __bool__(self) -> bool:
-        return self.equal is True
-
-    def require(self) -> Verdict:
-        """Raise NotEqual unless it is proved."""
-        if not self:
-            raise NotEqual(text=str(self))
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "text": str(self)}
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         if self.equal is None:

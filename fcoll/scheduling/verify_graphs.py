@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from html import escape
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from fcoll.errors import BadOption, FcollError, GraphNotProved
 from fcoll.graph.issued import collectives_of
+from fcoll.graph.proof_result import ProofResult
 from fcoll.graph.steps import input_bytes, steps_of
 from fcoll.scheduling import verify_order
 from fcoll.scheduling.value_difference import difference
@@ -28,7 +28,7 @@ from fcoll.units import show_bytes
 
 
 @dataclass(frozen=True)
-class GraphVerdict:
+class GraphVerdict(ProofResult):
     """Is the second graph right? ``equal`` is None where it could not be told, and ``why`` says why
     not. ``bool(verdict)`` is ``equal is True``.
 
@@ -37,7 +37,8 @@ class GraphVerdict:
     the order of issue is another: right if all their ranks run graphs of this order.
     """
 
-    equal: bool | None
+    error = GraphNotProved
+
     difference: str = ""
     nodes: tuple[str, ...] = ()
     why: str = ""
@@ -45,21 +46,6 @@ class GraphVerdict:
     collectives: tuple[int, int] = (0, 0)  # how many are issued, before and after
     peak_bytes: tuple[int | None, int | None] = (None, None)  # before, after; None: not known
     rank: int | None = None  # whose graph it is, where each rank has its own
-
-    def __bool__(self) -> bool:
-        return self.equal is True
-
-    def require(self) -> GraphVerdict:
-        """Raise GraphNotProved unless it is proved."""
-        if not self:
-            raise GraphNotProved(text=str(self))
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "text": str(self)}
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         of = "" if self.rank is None else f"rank {self.rank}: "
