@@ -121,9 +121,11 @@ def _are_we_tracing():
 
 def _always_async(out: Any) -> Any:
     """In eager torch's results are always async; fcoll's are plain when they are complete."""
+    if _torch.transforms_active():  # in a batched simulation a result may be one for all ranks
+        return out
     if isinstance(out, (list, tuple)):
         return [_always_async(x) for x in out]
-    if isinstance(out, AsyncCollectiveTensor) or _are_we_tracing() or _torch.transforming(out):
+    if isinstance(out, AsyncCollectiveTensor) or _are_we_tracing():
         return out
     return _Wrap.apply(out, Pending(done=True))
 

@@ -7,7 +7,7 @@ traced        Dynamo records the program                   ``start``, by ``is_co
 fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
               to have shared memory                        is refused, the extension at the rest
 undispatched  tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
-stacked       tensors of ranks in ``fcoll.simulate``       ``call_on_stacked``, for ``start``
+stacked       tensors of ranks in ``fcoll.simulate``       ``on_stacked``, for ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
               transforms, the profiler
 ============  ===========================================  =======================================
@@ -69,7 +69,10 @@ def collective(name: str, group: GroupLike, *args: Any) -> Any:
     if "group_size" in row.position:
         values.insert(row.position["group_size"], n)
     values.insert(row.position["group_name"], known)
-    return result(name, n, start(name, *values))
+    out = start(name, *values)
+    if not is_compiling() and is_stacked_group(known):
+        return out  # complete
+    return result(name, n, out)
 
 
 def start(name: str, *args: Any) -> Any:
@@ -99,12 +102,12 @@ def start_eager(name: str, *args: Any) -> Any:
             return run(row, args)
         with _torch.single_level_functions():
             return autograd_functions[name].apply(args, {}, x)[0]
-    out = call_on_stacked(row, args)
+    out = on_stacked(row, args)
     return getattr(torch.ops.fcoll, name)(*args) if out is NotImplemented else out
 
 
-def call_on_stacked(row: Collective, args: tuple[Any, ...]) -> Any:
-    """Replaced by a batched simulation while it runs, for tensors of its stacked ranks."""
+def on_stacked(row: Collective, args: tuple[Any, ...]) -> Any:
+    """A batched simulation puts its own here, for tensors of its stacked ranks."""
     return NotImplemented
 
 

@@ -44,9 +44,8 @@ class Patches:
         with _lock:
             if not self._before:
                 _in_force.append(self)
-            before = self._before
+            self._before += [(o, name, vars(o).get(name, _INHERITED)) for o, name, _ in changes]
             for owner, name, value in changes:
-                before.append((owner, name, vars(owner).get(name, _INHERITED)))
                 setattr(owner, name, value)
 
     def at_undo(self, call: Callable[[], object]) -> None:

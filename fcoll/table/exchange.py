@@ -85,8 +85,7 @@ def _all_to_all_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("all_to_all_single", grad, *splits, a.group_name)
 
 
-@stacks.even
-@stacks.moved
+@stacks.rule(moves=True)
 def _stacked_all_to_all_single(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_splits("all_to_all_single", args)
     return _resharded(x_W, 0, 0, groups)
@@ -172,8 +171,7 @@ def _shard_dim_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("shard_dim_alltoall", grad, a.shard_dim, a.gather_dim, a.group_name)
 
 
-@stacks.even
-@stacks.moved
+@stacks.rule(moves=True)
 def _stacked_shard_dim_alltoall(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args["gather_dim"] == args["shard_dim"]:
         return x_W.clone(memory_format=torch.contiguous_format)
@@ -237,8 +235,7 @@ def _permute_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("permute", grad, source, a.group_name)
 
 
-@stacks.even
-@stacks.moved
+@stacks.rule(moves=True)
 def _stacked_permute(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     parts, dst = groups.members(x_W), list(args["dst"])
     if len(dst) != groups.n:  # of groups of other sizes; a call's check has seen the rest

@@ -57,9 +57,7 @@ def _transposed_all_gather(G_W: Tensor, args: stacks.Args, groups: Partition) ->
     return stacks.scattered(G_W, "sum", args.get("dim", 0), groups)
 
 
-@stacks.even
-@stacks.moved
-@stacks.linear(_transposed_all_gather)
+@stacks.rule(moves=True, transposed=_transposed_all_gather)
 def _stacked_all_gather_into_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("all_gather_into_tensor", args)
     return stacks.gathered(x_W, args.get("dim", 0), groups)
@@ -126,8 +124,7 @@ def _gather_adjoint(grad: Tensor, a: Call) -> Tensor:
     return back.reshape(a.input_shape)
 
 
-@stacks.even
-@stacks.moved
+@stacks.rule(moves=True)
 def _stacked_gather(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("gather", args)
     dst = check_member("gather", "dst", args["dst"], groups.n)
@@ -180,8 +177,7 @@ def _scatter_adjoint(grad: Tensor, a: Call) -> Tensor:
     return a.call("gather", grad, a.src, a.group_size, a.group_name, a.dim, a.sizes)
 
 
-@stacks.even
-@stacks.moved
+@stacks.rule(moves=True)
 def _stacked_scatter(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("scatter", args)
     src = check_member("scatter", "src", args["src"], groups.n)
@@ -228,9 +224,7 @@ def _transposed_broadcast(G_W: Tensor, args: stacks.Args, groups: Partition) -> 
     return stacks.on_one(G_W, "sum", args["src"], groups)
 
 
-@stacks.even
-@stacks.moved
-@stacks.linear(_transposed_broadcast)
+@stacks.rule(moves=True, transposed=_transposed_broadcast)
 def _stacked_broadcast(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     src = check_member("broadcast", "src", args["src"], groups.n)
     return stacks.on_all(x_W, src, groups)

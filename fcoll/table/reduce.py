@@ -118,9 +118,9 @@ def _transposed_all_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) ->
     return stacks.mean_or_sum(G_W, args, groups)
 
 
-@stacks.even
-@stacks.linear(
-    _transposed_all_reduce, when=lambda a: stacks.sums(a) and a.get("grad") != "identity"
+@stacks.rule(
+    transposed=_transposed_all_reduce,
+    when=lambda a: stacks.sums(a) and a.get("grad") != "identity",
 )
 def _stacked_all_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     if args.get("grad", "sum") == "identity":
@@ -199,8 +199,7 @@ def _transposed_reduce_scatter(G_W: Tensor, args: stacks.Args, groups: Partition
     return stacks.mean_or_sum(whole, args, groups)
 
 
-@stacks.even
-@stacks.linear(_transposed_reduce_scatter, when=stacks.sums)
+@stacks.rule(transposed=_transposed_reduce_scatter, when=stacks.sums)
 def _stacked_reduce_scatter_tensor(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     stacks.check_even_sizes("reduce_scatter_tensor", args)
     return stacks.scattered(x_W, args["reduce_op"], args.get("dim", 0), groups)
@@ -259,8 +258,7 @@ def _transposed_reduce(G_W: Tensor, args: stacks.Args, groups: Partition) -> Ten
     return stacks.mean_or_sum(stacks.on_all(G_W, args["dst"], groups), args, groups)
 
 
-@stacks.even
-@stacks.linear(_transposed_reduce, when=stacks.sums)
+@stacks.rule(transposed=_transposed_reduce, when=stacks.sums)
 def _stacked_reduce(x_W: Tensor, args: stacks.Args, groups: Partition) -> Tensor:
     dst = check_member("reduce", "dst", args["dst"], groups.n)
     return stacks.on_one(x_W, args["reduce_op"], dst, groups)

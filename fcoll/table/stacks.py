@@ -23,31 +23,75 @@ from fcoll.table.partition import Partition
 
 Args = Mapping[str, Any]
 Rule = Callable[[Tensor, Args, Partition], Tensor]
+Prepared = Callable[[Any], Any]  # of a stack, or of a list of stacks
+Groups = Partition | Sequence[Sequence[int]]
 
 
-def even(rule: Rule) -> Callable[..., Tensor]:
-    """The rule of groups of one size, for any: each size by itself, put together by rank.
+class StackedRule:
+    """A rule of even groups, for any: those of each size by themselves, put together by rank.
 
-    ``groups`` may also be a list of rank lists.
+    ``prepare`` decides what no value of a tensor has a say in, once for all calls that look alike
+    (``plans.py``). ``groups`` may also be a list of rank lists.
     """
 
-    @functools.wraps(rule)
-    def stacked(x_W: Tensor, args: Args, groups: Partition | Sequence[Sequence[int]]) -> Tensor:
-        groups = Partition.of(groups, x_W.shape[0])
-        if groups.is_even:
+    def __init__(
+        self, rule: Rule, moves: bool, transposed: Rule | None, when: Callable[[Args], bool]
+    ) -> None:
+        functools.update_wrapper(self, rule)
+        self.rule, self.moves, self.transposed, self.when = rule, moves, transposed, when
+
+    def __call__(self, x_W: Tensor, args: Args, groups: Groups) -> Tensor:
+        return self.prepare(x_W.dtype, args, Partition.of(groups, x_W.shape[0]))(x_W)
+
+    def prepare(self, dtype: torch.dtype, args: Args, groups: Partition) -> Prepared:
+        """The rule with these arguments, of stacks of this dtype."""
+        if not groups.is_even:
+            return lambda x_W: self._by_size(x_W, args, groups)
+        run = self._differentiable(args, groups)
+        as_int = _AS_INT.get(dtype) if self.moves else None
+        return run if as_int is None else lambda x_W: run(x_W.view(as_int)).view(dtype)
+
+    def _differentiable(self, args: Args, groups: Partition) -> Prepared:
+        rule, transposed = self.rule, self.transposed
+        # Not of one group: what all ranks share is expanded, and the gradient that arrives is a sum
+        if transposed is None or len(groups.groups) == 1 or not self.when(args):
+            return lambda x_W: rule(x_W, args, groups)
+
+        def linear(x_W: Tensor) -> Tensor:
+            if x_W.requires_grad and torch.is_grad_enabled() and _torch.ordinary(x_W):
+                return Linear.apply(x_W, rule, transposed, args, groups)
             return rule(x_W, args, groups)
+
+        return linear
+
+    def _by_size(self, x_W: Tensor, args: Args, groups: Partition) -> Tensor:
         ranks: list[int] = []
         ys = []
         for some, partition in groups.by_size:
-            ys.append(rule(x_W[some], args, partition))
+            ys.append(self(x_W[some], args, partition))
             ranks += some
         if len({y.shape[1:] for y in ys}) > 1:
-            sizes = sorted({len(g) for g in groups.groups})
-            fail(RaggedRanks, op=_name(rule), why=f"its groups have {_or(sizes)} ranks")
+            sizes = " or ".join(str(n) for n in sorted({len(g) for g in groups.groups}))
+            op = self.rule.__name__.removeprefix("_stacked_")
+            fail(RaggedRanks, op=op, why=f"its groups have {sizes} ranks")
         place = sorted(range(len(ranks)), key=ranks.__getitem__)
         return torch.cat(ys)[place]
 
-    return stacked
+
+def rule(
+    *,
+    moves: bool = False,
+    transposed: Rule | None = None,
+    when: Callable[[Args], bool] = lambda args: True,
+) -> Callable[[Rule], StackedRule]:
+    """Makes a StackedRule of one that is written for even groups.
+
+    ``moves``: it only moves elements, so those of dtypes that torch does not index go as plain
+    integers. ``transposed``: the collective that runs the bytes backwards, of a rule that is linear
+    in its tensor ``when`` the arguments are such. It is one node of autograd then, whose bits are
+    those of real ranks: torch's own gradient of an expand would add in another order.
+    """
+    return lambda of_even: StackedRule(of_even, moves, transposed, when)
 
 
 def no_rule(op: str, why: str, hint: str) -> Callable[..., Any]:
@@ -57,14 +101,6 @@ def no_rule(op: str, why: str, hint: str) -> Callable[..., Any]:
         fail(NoStackedRule, op=op, why=why, hint=hint)
 
     return stacked
-
-
-def _name(rule: Callable[..., Any]) -> str:
-    return rule.__name__.removeprefix("_stacked_")
-
-
-def _or(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 # -- arguments that would make ranks differ ---
@@ -101,19 +137,6 @@ def joined(parts: Tensor, dim: int) -> Tensor:
 
 def at_least_1d(x_W: Tensor) -> Tensor:
     return x_W.unsqueeze(1) if x_W.dim() == 1 else x_W
-
-
-def moved(rule: Rule) -> Rule:
-    """A rule that only moves elements: those that torch does not index go as plain integers."""
-
-    @functools.wraps(rule)
-    def of_any_dtype(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
-        as_int = _AS_INT.get(x_W.dtype)
-        if as_int is None:
-            return rule(x_W, args, groups)
-        return rule(x_W.view(as_int), args, groups).view(x_W.dtype)
-
-    return of_any_dtype
 
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -260,29 +283,6 @@ def _to_all(G: Tensor, reduce_op: str, groups: Partition) -> Tensor:
 # -- rules that are linear ---
 
 
-def linear(
-    transposed: Rule, when: Callable[[Args], bool] = lambda args: True
-) -> Callable[[Rule], Rule]:
-    """A rule that is linear in its tensor, when the arguments are such: one node of autograd, whose
-    gradient is the collective that runs the bytes backwards. So its bits are those of real ranks,
-    where torch's own gradient of an expand would add in another order.
-
-    Not of one group: what all ranks share is expanded, and the gradient that arrives is a sum."""
-
-    def decorate(rule: Rule) -> Rule:
-        @functools.wraps(rule)
-        def stacked(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
-            differentiated = x_W.requires_grad and torch.is_grad_enabled()
-            several = differentiated and len(groups.groups) > 1
-            if several and when(args) and _torch.ordinary(x_W):
-                return Linear.apply(x_W, rule, transposed, args, groups)
-            return rule(x_W, args, groups)
-
-        return stacked
-
-    return decorate
-
-
 class Linear(torch.autograd.Function):
     """``rule(x, *rest)``, which is linear in x: its gradient is ``transposed(grad, *rest)``."""
 
@@ -384,7 +384,7 @@ class Identity(torch.autograd.Function):
         return ctx.summed(grad), None
 
 
-@even
+@rule()
 def identity(x_W: Tensor, args: Args, groups: Partition) -> Tensor:
     """fcoll.identity of stacked ranks: its gradient is summed over even groups."""
     return Identity.apply(x_W, lambda G_W: OwnGradient.apply(G_W, "sum", groups))

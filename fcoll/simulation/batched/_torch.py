@@ -170,14 +170,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 class RankQueries:
-    """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank, and
-    torch's functional collectives take the short way (``short``: by name, given torch's own)."""
+    """dist.get_rank, pg.rank and the mesh's coordinates, asked by a user's line, are per rank."""
 
     def __init__(
-        self,
-        rank_of: Callable[[Any], Any],
-        saw_mesh: Callable[[DeviceMesh], None],
-        short: dict[str, Callable[..., Any]],
+        self, rank_of: Callable[[Any], Any], saw_mesh: Callable[[DeviceMesh], None]
     ) -> None:
         def local_rank(self: DeviceMesh, mesh_dim: Any = None) -> Any:
             return rank_of(self if mesh_dim is None else (self, mesh_dim))
@@ -203,24 +199,15 @@ class RankQueries:
             (dist.ProcessGroup, "rank", for_users(rank_of)),
             (DeviceMesh, "__init__", seen),
         )
-        self.short = short
         # what was there when they were last made -> what it becomes
         self._kept: tuple[list[Any], list[tuple[Any, str, Any]]] = [], []
 
     def apply(self, patches: Patches) -> None:
-        changes = self.changes
-        if functional := sys.modules.get(_FUNCTIONAL):
-            names = vars(functional)  # which differ between versions of torch
-            changes += tuple((functional, n, make) for n, make in self.short.items() if n in names)
-        there = [vars(owner)[name] for owner, name, _ in changes]
+        there = [vars(owner)[name] for owner, name, _ in self.changes]
         if there != self._kept[0]:  # else kept: to make them takes as long as a small collective
-            made = [(owner, name, make(getattr(owner, name))) for owner, name, make in changes]
+            made = [(owner, name, make(getattr(owner, name))) for owner, name, make in self.changes]
             self._kept = there, made
         patches.apply(self._kept[1])
-
-
-# The module of torch's functional collectives, if anyone has imported it.
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 
 
 def _for_users(ask: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,26 +8,28 @@ call on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fcoll._torch import (
     SingleLevelFunction,
     below_autograd,
     c10d_ops,
     single_level_functions,
+    unobserved,
 )
 from fcoll.eager import dispatch
 from fcoll.errors import NoStackedRule, fail
 from fcoll.simulation.batched import _torch, in_place
-from fcoll.simulation.batched.stage import Stage, stage_of
+from fcoll.simulation.batched.stage import Stage, active, stage_of
 from fcoll.table import stacks
 from fcoll.table.collectives import COLLECTIVES
-from fcoll.table.partition import Partition
+from fcoll.table.plans import prepared
 from fcoll.table.row import Collective
+from fcoll.table.stacks import Prepared
 
 _lib = torch.library.Library("fcoll_simulation", "DEF")
 _taught: set[str] = set()
@@ -73,7 +75,7 @@ def _kernel(row: Collective, namespace: str, name: str) -> Callable[..., Any]:
         stage = stage_of(group)
         if stage is None or _torch.current_level() != (level := _level_of(stage)):
             return passed_on(args, kwargs)
-        return run(row, prepared(stage, row, group, args, kwargs), level, args, kwargs)
+        return run(row, plan(stage, row, group, args, kwargs), stage, level, args, kwargs)
 
     return wait if row.is_wait else kernel
 
@@ -90,36 +92,15 @@ def _level_of(stage: Stage) -> int | None:
     return next((level for level, size in _torch.vmap_sizes() if size == stage.size), None)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A call that was checked: arguments that are no tensors, by name, and the groups."""
-
-    named: dict[str, Any]
-    partition: Partition
-    world: int
-
-
-def prepared(
+def plan(
     stage: Stage, row: Collective, group: str | None, args: Any, kwargs: dict[str, Any]
 ) -> Prepared:
-    """Checked, once for all calls with arguments that look the same: it takes 30 us."""
+    """Of a call that was checked, once for all that look alike: it takes 30 us."""
     x = args[0] if args else None
     if kwargs or not isinstance(x, Tensor) or not stage.knows(group):
         return _checked(stage, row, group, args, kwargs)
     key = row.name, args[1:], x.shape, x.dtype, x.device
-    try:
-        found = stage.prepared.get(key)
-    except TypeError:  # a list among the arguments
-        return _checked(stage, row, group, args, kwargs)
-    if found is None:
-        found = _checked(stage, row, group, args, kwargs)
-        if len(stage.prepared) == _MOST:
-            stage.prepared.clear()
-        stage.prepared[key] = found
-    return found
-
-
-_MOST = 1024
+    return stage.plans.of(key, lambda: _checked(stage, row, group, args, kwargs))
 
 
 def _checked(
@@ -135,12 +116,15 @@ def _checked(
     out = {"out": named["out"]} if row.has_out else {}
     row.check(*(x for name, x in named.items() if name not in out), **out)
     kept = {a.name: named[a.name] for a in row.arguments if not a.is_tensor and a.name in named}
-    return Prepared(kept, stage.partition(named["group_name"]), stage.size)
+    first = args[0] if args else None
+    dtype = first.dtype if isinstance(first, Tensor) else torch.get_default_dtype()
+    return prepared(row, kept, stage.partition(named["group_name"]), dtype)
 
 
-def run(row: Collective, call: Prepared, level: int, args: Any, kwargs: dict[str, Any]) -> Any:
-    assert row.stacked is not None
-    W = call.world
+def run(
+    row: Collective, call: Prepared, stage: Stage, level: int, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    W = stage.size
     with _torch.below():
         first: Any = args[0] if args else None
         xs: Any = None
@@ -148,12 +132,33 @@ def run(row: Collective, call: Prepared, level: int, args: Any, kwargs: dict[str
             xs = _torch.stacked(first, level, W)
         elif row.arguments[0].is_tensor:
             xs = [_torch.stacked(x, level, W) for x in first]
-        outs = row.stacked(xs, call.named, call.partition)
+        outs = call(xs)
         if row.mutates:
             return _written(row, kwargs["out"] if row.has_out else first, outs, level)
         if row.on_lists:
             return [_rank_tensor(y, level) for y in outs]
         return _rank_tensor(outs, level)
+
+
+# -- without the dispatcher, which would be a third of a small collective's time ---
+
+
+def _on_stacked(row: Collective, args: tuple[Any, ...]) -> Any:
+    """A call of fcoll's; NotImplemented if a mode, the profiler, another transform or a compiler is
+    to see it."""
+    at, x = row.position.get("group_name", -1), args[0]
+    if not active or type(x) is not Tensor or is_compiling() or not unobserved():
+        return NotImplemented
+    stage = active[-1]
+    if not 0 <= at < len(args) or not stage.knows(args[at]):
+        return NotImplemented
+    level = stage.level
+    if level is None or level != _torch.level_or_none():
+        return NotImplemented
+    return run(row, plan(stage, row, args[at], args, {}), stage, level, args, {})
+
+
+dispatch.on_stacked = _on_stacked
 
 
 def _rank_tensor(y_W: Tensor, level: int) -> Tensor:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fcoll.errors import BadMesh, ran
 from fcoll.simulation.batched import _torch, compiled_call, kernels
-from fcoll.simulation.batched import shortcuts as _shortcuts  # noqa: F401  stages look for them
 from fcoll.simulation.batched.refusals import CAUGHT, explained
 from fcoll.simulation.batched.stacked_arguments import Given, only_tensors
 from fcoll.simulation.batched.stage import Stage

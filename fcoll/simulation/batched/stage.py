@@ -20,6 +20,7 @@ from fcoll.ranks.patches import Patches
 from fcoll.simulation.batched import _torch
 from fcoll.simulation.baton import this_rank
 from fcoll.table.partition import Partition
+from fcoll.table.plans import Plans
 
 _count = itertools.count()
 
@@ -44,7 +45,7 @@ class Stage:
         self.name = f"simulated{next(_count)}"
         stages[self.name] = self
         self._partitions: dict[str, Partition] = {}
-        self.prepared: dict[Any, Any] = {}  # calls that were checked (kernels)
+        self.plans = Plans()  # of calls (kernels)
         self._meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
         self._world, self._device = World(), device
         self._mesh: DeviceMesh | None = None
@@ -215,9 +216,7 @@ def _saw_mesh(mesh: DeviceMesh) -> None:
     active[-1]._meshes.add(mesh)
 
 
-#: name of a functional collective of torch's -> what makes its short way (shortcuts.py)
-short: dict[str, Callable[..., Any]] = {}
-queries = _torch.RankQueries(_rank_of, _saw_mesh, short)
+queries = _torch.RankQueries(_rank_of, _saw_mesh)
 
 
 def _position(mesh: DeviceMesh, names: list[Any], axis: Any) -> int:

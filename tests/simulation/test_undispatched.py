@@ -1,4 +1,4 @@
-"""Collectives inside fcoll.simulate take a short way, which must give what the dispatcher gives."""
+"""fcoll's collectives inside fcoll.simulate go without the dispatcher, to the same results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fcoll
 from fcoll.eager import dispatch
-from fcoll.simulation.batched import shortcuts
 
 MESH = {"dp": 2, "tp": 4}
 CALLS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "all_reduce": lambda x, g: fcoll.all_reduce(x, "sum", g),
+    "all_reduce avg": lambda x, g: fcoll.all_reduce(x, "AVG", g),
+    "all_reduce max": lambda x, g: fcoll.all_reduce(x, "max", g),
+    "broadcast": lambda x, g: fcoll.broadcast(x, 1, g),
+    "all_gather": lambda x, g: fcoll.all_gather_into_tensor(x, g),
+    "all_gather dim 1": lambda x, g: fcoll.all_gather_into_tensor(x, g, 1),
+    "reduce_scatter": lambda x, g: fcoll.reduce_scatter_tensor(x, "sum", g),
+    "reduce_scatter dim 1": lambda x, g: fcoll.reduce_scatter_tensor(x, "sum", g, 1),
+    "all_to_all": lambda x, g: fcoll.all_to_all_single(x, g),
+}
+TORCHS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "all_reduce": lambda x, g: funcol.all_reduce(x, "sum", g),
     "all_reduce avg": lambda x, g: funcol.all_reduce(x, "AVG", g),
     "all_reduce max": lambda x, g: funcol.all_reduce(x, "max", g),
@@ -48,17 +58,19 @@ def simulated(call: Callable[[Tensor, Any], Tensor], dim: int) -> Any:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.complex64])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_short_way_gives_what_the_dispatcher_gives(name: str, dtype: Any, dim: int) -> None:
+def test_undispatched_calls_give_what_the_dispatcher_gives(name: str, dtype: Any, dim: int) -> None:
     if (dtype, name) in NO_MEANING:
         return
     torch.manual_seed(0)
     x_W = (torch.randn(8, 4, 8) * 100).to(dtype).transpose(1, 2)
     sim = simulated(CALLS[name], dim)
-    short = sim(x_W)
+    undispatched = sim(x_W)
     with Watched():
-        long = sim(x_W)
-    assert short.stride() == long.stride()
-    assert torch.equal(short, long)
+        dispatched = sim(x_W)
+    torchs = simulated(TORCHS[name], dim)(x_W)
+    assert undispatched.stride() == dispatched.stride() == torchs.stride()
+    assert torch.equal(undispatched, dispatched)
+    assert torch.equal(undispatched, torchs)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "max" not in name])
@@ -68,10 +80,10 @@ def test_gradients_are_the_same(name: str) -> None:
     sim = simulated(CALLS[name], 1)
     y = sim(x_W)
     G = torch.randn_like(y)
-    (short,) = torch.autograd.grad(y, x_W, G)
+    (undispatched,) = torch.autograd.grad(y, x_W, G)
     with Watched():
-        (long,) = torch.autograd.grad(sim(x_W), x_W, G)
-    assert torch.equal(short, long)
+        (dispatched,) = torch.autograd.grad(sim(x_W), x_W, G)
+    assert torch.equal(undispatched, dispatched)
 
 
 @pytest.mark.parametrize("elements", [7, 3000])  # few: as they lie; many: in the order of memory
@@ -98,28 +110,36 @@ def test_a_sum_is_not_kept_for_the_next_call() -> None:
     assert sim(torch.ones(8, 3))[0].tolist() == [4.0] * 3
 
 
-def test_short_is_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fcolls_functions_go_undispatched(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    run = shortcuts._run
-    monkeypatch.setattr(shortcuts, "_run", lambda *args: used.append(args[1].name) or run(*args))
-    for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
-        simulated(CALLS[name], 1)(torch.ones(8, 4))
-    fcoll.simulate(lambda x: fcoll.all_to_all_single(x, "tp"), mesh_shape=MESH)(torch.ones(8, 4))
+    run = dispatch.on_stacked
+
+    def noted(row: Any, args: Any) -> Any:
+        out = run(row, args)
+        used.append((row.name, out is not NotImplemented))
+        return out
+
+    monkeypatch.setattr(dispatch, "on_stacked", noted)
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        simulated(CALLS[name], 1)(torch.ones(8, 8))
     expected = ["all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"]
-    assert used == [*expected, "all_to_all_single"]
+    assert used == [(name, True) for name in [*expected, "all_to_all_single"]]
 
 
-NAMES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "wait_tensor")
+def test_torchs_functional_collectives_by_fcolls_names() -> None:
+    sim = fcoll.simulate(
+        lambda x: fcoll.compat.wait_tensor(fcoll.compat.all_reduce(x, "sum", sim.mesh)),
+        world_size=4,
+    )
+    assert sim(torch.ones(4, 2)).tolist() == [[4.0, 4.0]] * 4
 
 
 def test_nothing_stays_patched() -> None:
     def now() -> list[Any]:
         mesh = dist.device_mesh.DeviceMesh
         return [
-            *(getattr(funcol, name) for name in NAMES),
             *(vars(mesh)[name] for name in ("__init__", "get_rank", "get_coordinate")),
             *(dist.get_rank, vars(dist.ProcessGroup)["rank"]),
-            dispatch.call_on_stacked,
         ]
 
     before = now()
