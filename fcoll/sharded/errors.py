@@ -10,9 +10,10 @@ from fcoll.errors import FcollError
 
 
 class OnOneRank(FcollError):
-    """A call whose input is wrong on one rank; ``rank`` is which."""
+    """A call whose input is wrong on one rank, ``rank``; all raise it."""
 
     what = "{func} on rank {rank}: {why}"
+    on_others = ""  # why, on ranks that cannot know more
 
 
 class BadLayout(FcollError):
@@ -160,6 +161,8 @@ class DimOutOfRange(FcollError, IndexError):
 class BadLookup(OnOneRank):
     """An embedding that cannot be looked up."""
 
+    on_others = "Index out of range in Input of that rank, or no integers: no rank looks up"
+
 
 class NoSuchLookup(FcollError, RuntimeError):
     template = (
@@ -170,6 +173,8 @@ class NoSuchLookup(FcollError, RuntimeError):
 
 class BadProduct(OnOneRank):
     """A product whose sizes or dtypes do not fit."""
+
+    on_others = "Its input does not fit the weight, so that no rank multiplies"
 
 
 class NotBothSharded(FcollError, TypeError):

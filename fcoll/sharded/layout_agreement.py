@@ -18,7 +18,7 @@ from fcoll.eager.small_messages import gather_objects
 from fcoll.groups import Group
 from fcoll.sharded import _torch
 from fcoll.sharded._torch import ShardMetadata
-from fcoll.sharded.errors import FailedElsewhere, LayoutsDisagree
+from fcoll.sharded.errors import FailedElsewhere, LayoutsDisagree, OnOneRank
 from fcoll.tracing.values import assume
 from fcoll.transport.handshake import digest, first_difference
 
@@ -69,7 +69,6 @@ def view_of_layout(what: str, shards: Sequence[ShardMetadata]) -> View:
 
 
 def digest_of(st: Any) -> int:
-    """A tensor's digest, for calls that gather it along with numbers of their own."""
     return digest(repr(view_of(st)))
 
 
@@ -86,6 +85,26 @@ def check_agreement(func: str, st: Any) -> None:
         check_digests(
             func, st, [d for (d,) in gather_numbers(st.group, [digest_of(st)], st.device)]
         )
+
+
+def gather_fitting(
+    func: str, st: Any, kind: type[OnOneRank], why: str, hint: str, *numbers: int
+) -> list[list[int]]:
+    """Every rank's numbers, once all know the same of the tensor and what each passes with it fits.
+
+    ``why`` says what is wrong with what this rank passes, if anything is; then all raise a ``kind``
+    that names it.
+    """
+    g = st.group
+    everyone = gather_numbers(g, [digest_of(st), int(not why), *numbers], st.device)
+    check_digests(func, st, [theirs for theirs, *_ in everyone])
+    if why:
+        raise kind(func=func, rank=g.ranks[g.rank], why=why, hint=hint)
+    for rank, (_, fits, *_) in zip(g.ranks, everyone, strict=True):
+        if not fits:
+            hint = hint or "See that rank's error."
+            raise kind(func=func, rank=rank, why=kind.on_others, hint=hint)
+    return [theirs for _, _, *theirs in everyone]
 
 
 def agree_on(func: str, group: Group, device: Any, find: Callable[[], tuple[T, View]]) -> T:

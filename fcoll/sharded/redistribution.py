@@ -63,8 +63,12 @@ def reshard(st: Any, spec: ShardingSpec) -> Any:
 
 
 @_torch.uncompiled
-def reshard_(st: Any, spec: ShardingSpec) -> Any:
-    """The same in place."""
+def reshard_(st: Any, resharding_spec: ShardingSpec) -> Any:
+    """Cut this tensor another way, in place; each element that changes its rank is sent once.
+
+    ``fcoll.sharded.reshard(st, spec)`` is the same as a new tensor.
+    """
+    spec = resharding_spec
     layout = _agreed_target(st, spec)
     if same_layout(st._sharding_spec, spec):
         return st
@@ -129,10 +133,18 @@ def move_blocks(
 
 
 @_torch.uncompiled
-def gather_into(
-    st: Any, dst: int, out: Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
+def gather(
+    st: Any,
+    dst: int = 0,
+    out: Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """See ShardedTensor.gather."""
+    """Write the whole tensor into ``out`` on rank dst of the group; elsewhere out is None.
+
+    ``dtype``: the elements are sent as this. ``enforce_dtype`` is torch's old name for sending
+    them as they are, which is what happens. ``out`` gets values, no gradient.
+    """
     if enforce_dtype:
         message = "`enforce_dtype` is deprecated. Please use `dtype` instead."
         warnings.warn(message, FutureWarning, stacklevel=3)
@@ -163,7 +175,7 @@ def _check_out(rank: int, dst: int, size: torch.Size, out: Tensor | None) -> Non
 
 @_torch.uncompiled
 def all_gather(st: Any) -> Tensor:
-    """See ShardedTensor.all_gather."""
+    """The whole tensor, on every rank. Differentiable: its gradient is summed over ranks."""
     check_agreement("all_gather", st)
     g, size, blocks = st.group, st._metadata.size, blocks_of(st)
     ordered = [block.box for rank in g.ranks for block in blocks if block.rank == rank]
@@ -217,8 +229,20 @@ def check_rpc(init_rrefs: bool) -> None:
 
 
 @_torch.uncompiled
-def remote_shards(st: Any, ranks: Iterable[int] | None) -> dict[int, list[Any]]:
-    """See ShardedTensor.remote_shards."""
+def remote_shards(st: Any, ranks: Iterable[int] | None = None) -> dict[int, list[Any]]:
+    """The shards of other ranks: those of each rank that holds any, or of the ranks given.
+    The tensor was made with ``init_rrefs=True``.
+
+    Every rank of the group calls it, also one that wants none (``ranks=[]``): what is asked
+    for is fetched then, in one all_to_all_single, and ``to_here()`` of each is its Shard.
+    Where torch's RPC runs they are its RRefs, on all workers, fetched by ``to_here()``.
+
+    >>> st = fcoll.sharded.arange(fcoll.sharded.chunk(0, n), n, 2, init_rrefs=True)
+    >>> last = st.remote_shards([n - 1])
+    >>> [shard.to_here().tensor.tolist() for shard in last.get(n - 1, [])] == (
+    ...     [] if rank == n - 1 else [[[2 * n - 2, 2 * n - 1]]])
+    True
+    """
     if not st._init_rrefs:
         why = "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available"
         raise NoRemoteShards(why=why, hint="Create it with init_rrefs=True.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -211,79 +211,18 @@ class ShardedTensor(ShardedTensorBase):
         """Do the shards lie in pinned memory?"""
         return self._metadata.tensor_properties.pin_memory
 
-    # -- all of it ---
+    # -- whole, elsewhere, cut another way ---
 
-    def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Write the whole tensor into ``out`` on rank dst of the group; elsewhere out is None.
-
-        ``dtype``: the elements are sent as this. ``enforce_dtype`` is torch's old name for sending
-        them as they are, which is what happens. ``out`` gets values, no gradient.
-        """
-        redistribution.gather_into(self, dst, out, enforce_dtype, dtype)
-
-    def all_gather(self) -> Tensor:
-        """The whole tensor, on every rank. Differentiable: its gradient is summed over ranks."""
-        return redistribution.all_gather(self)
-
-    def remote_shards(self, ranks: Iterable[int] | None = None) -> dict[int, list[Any]]:
-        """The shards of other ranks: those of each rank that holds any, or of the ranks given.
-        The tensor was made with ``init_rrefs=True``.
-
-        Every rank of the group calls it, also one that wants none (``ranks=[]``): what is asked
-        for is fetched then, in one all_to_all_single, and ``to_here()`` of each is its Shard.
-        Where torch's RPC runs they are its RRefs, on all workers, fetched by ``to_here()``.
-
-        >>> st = fcoll.sharded.arange(fcoll.sharded.chunk(0, n), n, 2, init_rrefs=True)
-        >>> last = st.remote_shards([n - 1])
-        >>> [shard.to_here().tensor.tolist() for shard in last.get(n - 1, [])] == (
-        ...     [] if rank == n - 1 else [[[2 * n - 2, 2 * n - 1]]])
-        True
-        """
-        return redistribution.remote_shards(self, ranks)
-
-    # -- another layout ---
-
-    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Cut this tensor another way, in place; each element that changes its rank is sent once.
-
-        ``fcoll.sharded.reshard(st, spec)`` is the same as a new tensor.
-        """
-        return redistribution.reshard_(self, resharding_spec)
+    gather = redistribution.gather  # type: ignore[assignment]
+    all_gather = redistribution.all_gather
+    remote_shards = redistribution.remote_shards
+    reshard = redistribution.reshard_
 
     # -- another device, another dtype ---
 
-    def cpu(  # type: ignore[override]
-        self,
-        memory_format: torch.memory_format = torch.preserve_format,
-        process_group: GroupLike = None,
-    ) -> ShardedTensor:
-        """A copy in CPU memory, or itself if all shards are there; ``process_group`` is one that
-        serves CPU tensors, if this tensor's does not."""
-        return conversion.cpu(self, memory_format, process_group)
-
-    def cuda(  # type: ignore[override]
-        self,
-        device: Any = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-        process_group: GroupLike = None,
-    ) -> ShardedTensor:
-        """A tensor whose shards are on each rank's current GPU."""
-        asked = conversion.ToArguments(
-            non_blocking=non_blocking, memory_format=memory_format, group=process_group
-        )
-        return conversion.cuda(self, device, asked)
-
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
-        """``Tensor.to`` of every shard, and ``process_group`` as in ``cpu``; itself if it is so
-        already."""
-        return conversion.to(self, conversion.ToArguments.of(args, kwargs))
+    cpu = conversion.cpu  # type: ignore[assignment]
+    cuda = conversion.cuda  # type: ignore[assignment]
+    to = conversion.to  # type: ignore[assignment]
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return self._summary()
@@ -313,28 +252,18 @@ class ShardedTensor(ShardedTensorBase):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.rebuilt, (type(self), self.__getstate__())
 
-    def __getstate__(self) -> tuple:  # type: ignore[override]
-        return pickling.state_of(self)
-
-    def __setstate__(self, state: tuple) -> None:
-        pickling.restore(self, state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return pickling.deepcopied(self, memo)
+    __getstate__ = pickling.state_of  # type: ignore[assignment]
+    __setstate__ = pickling.restore
+    __deepcopy__ = pickling.deepcopied  # type: ignore[assignment]
 
     def __copy__(self) -> Any:
         return self._with(list(self._local_shards), anchor=self._anchor)
 
     # torch.distributed.checkpoint asks these of whatever it saves and loads
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint.write_items(self, fqn)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint.chunks(self)
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return checkpoint.shard_at(self, index)
+    __create_write_items__ = checkpoint.write_items
+    __create_chunk_list__ = checkpoint.chunks
+    __get_tensor_shard__ = checkpoint.shard_at
 
     def _with(
         self,

@@ -21,7 +21,7 @@ from fcoll.sharded._torch import (
 )
 from fcoll.sharded.errors import CannotReshard, CutDim, DimOutOfRange
 from fcoll.sharded.specs import blocks_on, box_of, inferred_spec
-from fcoll.sharded.transfer_plan import Block
+from fcoll.sharded.transfer_plan import Block, Box
 
 # -- what there is ---
 
@@ -120,41 +120,57 @@ def probe_of(st: Any) -> Tensor:
 
 def on_each_shard(st: Any, func: Callable[[Tensor], Tensor], pin_memory: bool = False) -> Any:
     """``func`` of each shard, which keeps its size, as a sharded tensor."""
-    tensors = [func(shard.tensor) for shard in st._local_shards]
-    return result_of(st, tensors, func(probe_of(st)), pin_memory=pin_memory)
+    return result_of(st, lambda s: func(s.tensor), func(probe_of(st)), pin_memory=pin_memory)
 
 
 def result_of(
     st: Any,
-    tensors: Sequence[Tensor],
+    func: Callable[[Shard], Tensor],
     probe: Tensor,
-    layout: Sequence[ShardMetadata] | None = None,
-    size: Sequence[int] | None = None,
+    place: Callable[[Box], Box] | None = None,
     pin_memory: bool = False,
 ) -> Any:
-    """A sharded tensor of what an op made of st's local shards, in their order, and of its probe.
+    """A sharded tensor of what an op makes of st: ``func`` of each local shard, ``probe`` of its
+    probe.
 
-    ``layout`` and ``size`` are st's if not given; the layout is in the order of st's metadata.
+    ``place`` says where a block of st lies in the result, and of the whole's the size of that;
+    without it nothing has moved. A shard without elements stays so.
     """
     old = st._metadata
-    shards = list(layout or old.shards_metadata)
-    whole = old.size if size is None else torch.Size(size)
+    shards, size, spec = old.shards_metadata, old.size, st._sharding_spec
+    if place is not None:
+        shards = [_placed(shard, place, old.size) for shard in shards]
+        size = torch.Size(place(Box.whole(old.size)).sizes)
+        spec = inferred_spec(shards, size)
     properties = replace(
         old.tensor_properties,
         dtype=probe.dtype,
         requires_grad=probe.requires_grad,
         pin_memory=pin_memory,
     )
-    places = [old.shards_metadata.index(shard.metadata) for shard in st._local_shards]
-    local = [
-        Shard(tensor.contiguous(), shards[place])
-        for tensor, place in zip(tensors, places, strict=True)
-    ]
-    spec = st._sharding_spec if layout is None else inferred_spec(shards, whole)
-    anchor = probe.reshape(-1)[:0] if probe.requires_grad else None
-    metadata = ShardedTensorMetadata(shards, whole, properties)
-    agreed = st._agreed and layout is None
-    return st._with(local, spec=spec, metadata=metadata, anchor=anchor, agreed=agreed)
+    anchor = probe.reshape(-1)[:0]
+    local = []
+    for shard in st._local_shards:
+        new = shards[old.shards_metadata.index(shard.metadata)]
+        empty = old.size.numel() and not shard.tensor.numel()
+        tensor = anchor.reshape(new.shard_sizes) if empty else func(shard).contiguous()
+        local.append(Shard(tensor, new))
+    return st._with(
+        local,
+        spec=spec,
+        metadata=ShardedTensorMetadata(list(shards), size, properties),
+        anchor=anchor if probe.requires_grad else None,
+        agreed=st._agreed and place is None,
+    )
+
+
+def _placed(shard: ShardMetadata, place: Callable[[Box], Box], size: torch.Size) -> ShardMetadata:
+    """A shard's metadata in the result of an op on a tensor of this size."""
+    box = box_of(shard)
+    new = place(box)
+    stays_empty = size.numel() and not box.volume and new.volume
+    sizes = [0] * len(new.sizes) if stays_empty else list(new.sizes)
+    return replace(shard, shard_offsets=list(new.offsets), shard_sizes=sizes)
 
 
 def changed(st: Any, probe: Tensor) -> Any:

@@ -34,8 +34,8 @@ def checkpoint_writer(folder: str | PathLike[str], **options: Any) -> FileSystem
     return CheckpointWriter(folder, **options)
 
 
-def write_items(st: Any, name: str) -> list[WriteItem]:
-    """What this rank writes."""
+def write_items(st: Any, name: str, value: object = None) -> list[WriteItem]:
+    """What this rank writes of the tensor, which is the state dict's value of this name."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

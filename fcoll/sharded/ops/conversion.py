@@ -88,11 +88,11 @@ rule_of_each(
 def type_as(input: Any, other: Any) -> Any:
     if not is_sharded(input):  # a plain one as a sharded one
         return input.type_as(empty_of(other))
-    return to(input, ToArguments(dtype=other.dtype))
+    return to(input, other.dtype)
 
 
 def _as_dtype(func: Any, input: Any, **options: Any) -> Any:
-    return to(input, ToArguments.of((getattr(torch, name_of(func)),), options))
+    return to(input, getattr(torch, name_of(func)), **options)
 
 
 _DTYPES = ("float", "double", "half", "bfloat16", "long", "int", "short", "bool", "cfloat")
@@ -108,7 +108,7 @@ class ToArguments:
     non_blocking: bool = False
     copy: bool = False
     memory_format: torch.memory_format = torch.preserve_format
-    group: GroupLike = None
+    process_group: GroupLike = None
 
     @classmethod
     def of(cls, args: tuple, kwargs: dict[str, Any]) -> ToArguments:
@@ -130,15 +130,16 @@ class ToArguments:
         rest |= dict(zip(("non_blocking", "copy"), flags, strict=False))
         if rest.get("device") is not None:
             rest["device"] = torch.device(rest["device"])
-        rest["group"] = rest.pop("process_group", None)
         if unknown := set(rest) - set(cls.__dataclass_fields__):
             why = f"ShardedTensor.to() have wrong arguments: {sorted(unknown)}"
             raise BadMove(why=why, hint="It takes those of Tensor.to, and process_group.")
         return cls(**{k: v for k, v in rest.items() if v is not None})
 
 
-def to(st: Any, asked: ToArguments) -> Any:
-    """See ShardedTensor.to."""
+def to(st: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.to`` of every shard, and ``process_group`` as in ``cpu``; itself if it is so
+    already."""
+    asked = ToArguments.of(args, kwargs)
     _check_format(asked.memory_format)
     device, dtype = asked.device or st.device, asked.dtype or st.dtype
     if device.type == "cuda":
@@ -148,18 +149,30 @@ def to(st: Any, asked: ToArguments) -> Any:
     return _moved(st, replace(asked, device=device, dtype=dtype))
 
 
-def cpu(st: Any, memory_format: torch.memory_format, group: GroupLike) -> Any:
-    """See ShardedTensor.cpu."""
+def cpu(
+    st: Any,
+    memory_format: torch.memory_format = torch.preserve_format,
+    process_group: GroupLike = None,
+) -> Any:
+    """A copy in CPU memory, or itself if all shards are there; ``process_group`` is one that
+    serves CPU tensors, if this tensor's does not."""
     _check_format(memory_format)
     if all(s.placement.device().type == "cpu" for s in st._metadata.shards_metadata):
         return st
-    cpu = torch.device("cpu")
-    return _moved(st, ToArguments(cpu, st.dtype, memory_format=memory_format, group=group))
+    cpu, dtype = torch.device("cpu"), st.dtype
+    asked = ToArguments(cpu, dtype, memory_format=memory_format, process_group=process_group)
+    return _moved(st, asked)
 
 
-def cuda(st: Any, device: Any, asked: ToArguments) -> Any:
-    """See ShardedTensor.cuda."""
-    _check_format(asked.memory_format)
+def cuda(
+    st: Any,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+    process_group: GroupLike = None,
+) -> Any:
+    """A tensor whose shards are on each rank's current GPU."""
+    _check_format(memory_format)
     here = torch.cuda.current_device()
     if device is not None and torch.device(device).index not in (None, here):
         why = (
@@ -167,7 +180,9 @@ def cuda(st: Any, device: Any, asked: ToArguments) -> Any:
             f"{device} is not this rank's current one, cuda:{here}"
         )
         raise BadMove(why=why, hint="Call torch.cuda.set_device first, or reshard.")
-    return _moved(st, replace(asked, device=torch.device("cuda", here), dtype=st.dtype))
+    gpu = torch.device("cuda", here)
+    asked = ToArguments(gpu, st.dtype, non_blocking, False, memory_format, process_group)
+    return _moved(st, asked)
 
 
 def _current_cuda(device: torch.device) -> torch.device:
@@ -211,7 +226,9 @@ def _moved(st: Any, asked: ToArguments) -> Any:
     has_gradients = asked.dtype.is_floating_point or asked.dtype.is_complex
     if not has_gradients or (copies and not torch.is_grad_enabled()):
         properties.requires_grad = False
-    pg = st._process_group if asked.group is None else as_process_group(asked.group)
+    pg = st._process_group
+    if asked.process_group is not None:
+        pg = as_process_group(asked.process_group)
     return type(st)._assemble(
         _spec_on(st._sharding_spec, layout, old.size, device),
         ShardedTensorMetadata(layout, old.size, properties),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fcoll.sharded._torch import ShardMetadata
 from fcoll.sharded.ops.rules import name_of, rule, rule_of_each
 from fcoll.sharded.shards import check_whole, dim_of, on_each_shard, probe_of, result_of
+from fcoll.sharded.transfer_plan import Box
 
 
 def _along(
@@ -54,47 +54,27 @@ def split(input: Any, split_size: Any, dim: int = 0) -> Any:
 def _split(func: str, st: Any, dim: int, sizes: Sequence[int]) -> tuple[Any, ...]:
     dim = dim_of(st, dim)
     check_whole(func, st, dim)
-    split, start = [], 0
-    for size in sizes:
-        layout = [_narrow(shard, dim, size) for shard in st._metadata.shards_metadata]
-        parts = [
-            shard.tensor.narrow(dim, start, size)
-            if shard.tensor.numel()
-            else shard.tensor.reshape(_narrow(shard.metadata, dim, size).shard_sizes)
-            for shard in st._local_shards
-        ]
-        whole = [size if d == dim else n for d, n in enumerate(st._metadata.size)]
-        split.append(result_of(st, parts, probe_of(st).clone(), layout, whole))
-        start += size
-    return tuple(split)
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(_narrow(st, dim, a, n) for a, n in zip(starts, sizes, strict=False))
 
 
-def _narrow(shard: ShardMetadata, dim: int, size: int) -> ShardMetadata:
-    """A shard's metadata in a part of the tensor; one without elements stays so."""
-    sizes = list(shard.shard_sizes)
-    empty = not all(sizes)
-    sizes[dim] = size
-    return replace(shard, shard_sizes=[0] * len(sizes) if empty and all(sizes) else sizes)
+def _narrow(st: Any, dim: int, start: int, size: int) -> Any:
+    """A part of the tensor along a dim that each shard holds from end to end."""
+
+    def place(box: Box) -> Box:
+        return Box(box.offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+
+    return result_of(st, lambda s: s.tensor.narrow(dim, start, size), probe_of(st).clone(), place)
 
 
 def permuted(st: Any, order: Sequence[int]) -> Any:
     """The tensor with its dims in this order; each shard stays on its rank."""
     dims = [dim_of(st, d) for d in order]
 
-    def reorder(shard: ShardMetadata) -> ShardMetadata:
-        return replace(
-            shard,
-            shard_offsets=[shard.shard_offsets[d] for d in dims],
-            shard_sizes=[shard.shard_sizes[d] for d in dims],
-        )
+    def place(box: Box) -> Box:
+        return Box(tuple(box.offsets[d] for d in dims), tuple(box.sizes[d] for d in dims))
 
-    return result_of(
-        st,
-        [shard.tensor.permute(dims) for shard in st._local_shards],
-        probe_of(st).permute(dims).reshape(-1),
-        [reorder(shard) for shard in st._metadata.shards_metadata],
-        [st._metadata.size[d] for d in dims],
-    )
+    return result_of(st, lambda s: s.tensor.permute(dims), probe_of(st).permute(dims), place)
 
 
 @rule(torch.transpose, Tensor.transpose)

@@ -26,7 +26,7 @@ from fcoll import functions
 from fcoll.sharded import _torch
 from fcoll.sharded.block_exchange import assemble, exchange_lists
 from fcoll.sharded.errors import BadLookup, NoSuchLookup
-from fcoll.sharded.layout_agreement import check_digests, digest_of, gather_numbers, is_traced
+from fcoll.sharded.layout_agreement import gather_fitting, is_traced
 from fcoll.sharded.ops.rules import is_sharded, name_of, rule_of_each
 from fcoll.sharded.shards import anchors_of, blocks_of, cut_dims, empty_of, local_tensors
 from fcoll.sharded.specs import box_of
@@ -109,21 +109,15 @@ class Lookup:
 
     def _agreed_lengths(self, needed: Tensor) -> list[int]:
         """How many rows each rank asks for, once all have said that theirs exist."""
-        wrong, renorms = wrong_id(needed, self.count), self.max_norm is not None
-        numbers = [needed.numel(), int(not wrong), int(renorms), digest_of(self.table)]
-        everyone = gather_numbers(self.table.group, numbers, self.table.device)
-        check_digests(self.func, self.table, [digest for *_, digest in everyone])
-        hint = f"Ids are 0 to {self.count - 1}."
-        if wrong:
-            raise self._error(wrong, hint)
-        for rank, (_, theirs_fit, theirs_renorms, _) in enumerate(everyone):
-            if not theirs_fit:
-                why = "Index out of range in Input of that rank, or no integers: no rank looks up"
-                raise self._error(why, hint, rank)
+        why, hint = wrong_id(needed, self.count), f"Ids are 0 to {self.count - 1}."
+        renorms = self.max_norm is not None
+        numbers = needed.numel(), int(renorms)
+        everyone = gather_fitting(self.func, self.table, BadLookup, why, hint, *numbers)
+        for rank, (_, theirs_renorms) in enumerate(everyone):
             if theirs_renorms != int(renorms):
                 why = f"max_norm is {'not ' * renorms}given there and {'not ' * (not renorms)}here"
                 raise self._error(why, "Give it on all ranks.", rank)
-        return [length for length, *_ in everyone]
+        return [length for length, _ in everyone]
 
     def _error(self, why: str, hint: str, rank: int | None = None) -> BadLookup:
         g = self.table.group

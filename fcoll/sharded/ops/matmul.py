@@ -11,16 +11,17 @@ input is. The other matrix is plain, or gathered.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fcoll.sharded._torch import Shard
 from fcoll.sharded.block_exchange import assemble, exchange_lists
 from fcoll.sharded.errors import BadProduct, LayoutsDiffer
-from fcoll.sharded.layout_agreement import check_digests, digest_of, gather_numbers
+from fcoll.sharded.layout_agreement import gather_fitting
 from fcoll.sharded.ops.rules import is_sharded, rule
 from fcoll.sharded.shards import (
     anchors_of,
@@ -80,11 +81,12 @@ def bmm(input: Any, mat2: Any) -> Any:
         hint = "Both st and st2 need to have same placements for bmm: reshard one of them."
         raise LayoutsDiffer(func="bmm", why=why, hint=hint)
     batches = {s.metadata.shard_offsets[0]: s.tensor for s in mat2._local_shards}
-    tensors = [
-        torch.bmm(s.tensor, batches[s.metadata.shard_offsets[0]]) for s in input._local_shards
-    ]
+
+    def times(shard: Shard) -> Tensor:
+        return torch.bmm(shard.tensor, batches[shard.metadata.shard_offsets[0]])
+
     probe = torch.bmm(probe_of(input), probe_of(mat2))
-    return _widened(input, tensors, probe, mat2._metadata.size[2])
+    return result_of(input, times, probe, partial(_widened, mat2._metadata.size[2]))
 
 
 def _by_rows(func: str, x: Any, matrix: Tensor, bias: Tensor | None = None) -> Any:
@@ -94,17 +96,13 @@ def _by_rows(func: str, x: Any, matrix: Tensor, bias: Tensor | None = None) -> A
     def times(block: Tensor) -> Tensor:
         return block @ matrix if bias is None else block @ matrix + bias
 
-    tensors = [times(shard.tensor) for shard in x._local_shards]
-    return _widened(x, tensors, times(probe_of(x)), matrix.shape[1])
+    width = matrix.shape[1]
+    return result_of(x, lambda s: times(s.tensor), times(probe_of(x)), partial(_widened, width))
 
 
-def _widened(st: Any, tensors: list[Tensor], probe: Tensor, width: int) -> Any:
-    """A sharded tensor like st with another last dim."""
-    layout = [
-        replace(shard, shard_sizes=[*shard.shard_sizes[:-1], width])
-        for shard in st._metadata.shards_metadata
-    ]
-    return result_of(st, tensors, probe, layout, [*st._metadata.size[:-1], width])
+def _widened(width: int, box: Box) -> Box:
+    """The block with another last dim, which each shard holds from end to end."""
+    return Box(box.offsets, (*box.sizes[:-1], width))
 
 
 def product(func: str, x: Tensor, st: Any, contracted: int) -> Tensor:
@@ -172,7 +170,7 @@ def _summed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: A
 def _agreed_rows(func: str, x: Tensor, st: Any, contracted: int) -> tuple[list[int], bool]:
     """How many rows each rank's input has, and whether a gradient goes to one of them, once all
     ranks have said that theirs fits."""
-    g, size = st.group, st._metadata.size
+    size = st._metadata.size
     why = hint = ""
     if x.dim() < 1 or len(size) != 2:
         why = "Input needs to have at least 1 dim" if x.dim() < 1 else "Weight needs to have 2 dims"
@@ -184,12 +182,5 @@ def _agreed_rows(func: str, x: Tensor, st: Any, contracted: int) -> tuple[list[i
         why, hint = f"the input is {x.dtype}, the weight {st.dtype}", "Convert one of them."
     grad = x.requires_grad and torch.is_grad_enabled()
     count = 0 if why else x.shape[:-1].numel()
-    everyone = gather_numbers(g, [count, int(not why), int(grad), digest_of(st)], st.device)
-    check_digests(func, st, [digest for *_, digest in everyone])
-    if why:
-        raise BadProduct(func=func, rank=g.ranks[g.rank], why=why, hint=hint)
-    for rank, (_, fits, _, _) in zip(g.ranks, everyone, strict=True):
-        if not fits:
-            why = "Its input does not fit the weight, so that no rank multiplies"
-            raise BadProduct(func=func, rank=rank, why=why, hint="See that rank's error.")
-    return [n for n, *_ in everyone], any(grad for _, _, grad, _ in everyone)
+    everyone = gather_fitting(func, st, BadProduct, why, hint, count, int(grad))
+    return [n for n, _ in everyone], any(grad for _, grad in everyone)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fcoll.sharded._torch import Shard
 from fcoll.sharded.errors import BadInit, LayoutsDiffer
 from fcoll.sharded.ops.rules import (
     elementwise_rule,
@@ -62,12 +63,17 @@ def on_shards(func: Callable, *args: Any, **kwargs: Any) -> Any:
     def call(part_of: Callable[[Any], Any]) -> Any:
         return func(*map(part_of, args), **{k: part_of(v) for k, v in kwargs.items()})
 
-    boxes = [box_of(shard.metadata) for shard in first._local_shards]
-    tensors = [call(partial(_block_at, box)) for box in boxes]
+    def of_shard(shard: Shard) -> Any:
+        return call(partial(_block_at, box_of(shard.metadata)))
+
     probe = call(partial(_empty_block, first._metadata.size))
     if not isinstance(probe, Tensor):  # torch.where(condition), for instance
         return NotImplemented
-    return changed(args[0], probe) if writes else result_of(first, tensors, probe)
+    if not writes:
+        return result_of(first, of_shard, probe)
+    for shard in first._local_shards:
+        of_shard(shard)
+    return changed(args[0], probe)
 
 
 def _block_at(box: Box, value: Any) -> Any:

@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from fcoll import functions
-from fcoll.sharded._torch import ShardMetadata
 from fcoll.sharded.layout_agreement import check_agreement
 from fcoll.sharded.ops.rules import name_of, rule
 from fcoll.sharded.shards import check_whole, cut_dims, dim_of, probe_of, result_of
+from fcoll.sharded.specs import box_of
+from fcoll.sharded.transfer_plan import Box
 
 
 @dataclass(frozen=True)
 class Combiner:
-    """``local(tensor, dims, keepdim)`` of a shard; ``both`` of two such results, or of the ranks'
-    stacked along dim 0 by ``all``; ``start`` is what changes nothing, for a dtype."""
+    """``local(tensor, dims, keepdim)`` of a shard, and of the stacked results of several;
+    ``start`` is what changes nothing, for a dtype."""
 
     local: Callable
-    both: Callable[[Tensor, Tensor], Tensor]
-    all: Callable
     start: Callable[[torch.dtype], Any]
 
 
@@ -49,12 +48,12 @@ def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-SUM = Combiner(torch.sum, torch.add, torch.sum, lambda _: 0)
-PROD = Combiner(_product, torch.mul, torch.prod, lambda _: 1)
-MAX = Combiner(torch.amax, torch.maximum, torch.amax, lambda dtype: _limits(dtype)[0])
-MIN = Combiner(torch.amin, torch.minimum, torch.amin, lambda dtype: _limits(dtype)[1])
-ANY = Combiner(torch.any, torch.logical_or, torch.any, lambda _: False)
-ALL = Combiner(torch.all, torch.logical_and, torch.all, lambda _: True)
+SUM = Combiner(torch.sum, lambda _: 0)
+PROD = Combiner(_product, lambda _: 1)
+MAX = Combiner(torch.amax, lambda dtype: _limits(dtype)[0])
+MIN = Combiner(torch.amin, lambda dtype: _limits(dtype)[1])
+ANY = Combiner(torch.any, lambda _: False)
+ALL = Combiner(torch.all, lambda _: True)
 
 
 def reduced(st: Any, how: Combiner, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
@@ -69,22 +68,13 @@ def reduced(st: Any, how: Combiner, dim: Any = None, keepdim: bool = False, **op
 
 
 def _on_each_shard(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Any:
-    size = _without(st._metadata.size, dims, keepdim, 1)
-    if not size:
+    if len(dims) == len(st._metadata.size) and not keepdim:
         st = _with_elements(st)
-    probe = how.local(_wide(probe_of(st), st._metadata.size), dims, keepdim, **options)
-
-    def local(tensor: Tensor) -> Tensor:
-        if tensor.numel():
-            return how.local(tensor, dims, keepdim, **options)
-        return probe.reshape(-1)[:0].reshape([0] * len(size))
-
     return result_of(
         st,
-        [local(shard.tensor) for shard in st._local_shards],
-        probe.reshape(-1)[:0],
-        [_shard_without(shard, dims, keepdim) for shard in st._metadata.shards_metadata],
-        size,
+        lambda s: how.local(s.tensor, dims, keepdim, **options),
+        how.local(_wide(probe_of(st), st._metadata.size), dims, keepdim, **options),
+        lambda box: _without(box, dims, keepdim),
     )
 
 
@@ -107,48 +97,37 @@ def _wide(probe: Tensor, size: Sequence[int]) -> Tensor:
     return probe.new_zeros([1] * len(size)) + probe.sum().to(probe.dtype)
 
 
-def _shard_without(shard: ShardMetadata, dims: Sequence[int], keepdim: bool) -> ShardMetadata:
-    offsets = _without(shard.shard_offsets, dims, keepdim, 0)
-    sizes = _without(shard.shard_sizes, dims, keepdim, 1)
-    if not all(shard.shard_sizes):  # one without elements stays so
-        sizes = [0] * len(sizes)
-    return replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+def _without(box: Box, dims: Sequence[int], keepdim: bool) -> Box:
+    """Where a block lies when these dims are reduced.
 
-
-def _without(numbers: Sequence[int], dims: Sequence[int], keepdim: bool, kept: int) -> list[int]:
-    """The numbers of the dims that stay; those of the others are ``kept``, or left out.
-
-    >>> _without([4, 5, 6], [1], False, 1), _without([4, 5, 6], [1], True, 1)
-    ([4, 6], [4, 1, 6])
+    >>> _without(Box((0, 8), (4, 5)), [1], False), _without(Box((0, 8), (4, 5)), [1], True)
+    (Box(offsets=(0,), sizes=(4,)), Box(offsets=(0, 0), sizes=(4, 1)))
     """
-    pairs = list(enumerate(numbers))
-    if keepdim:
-        return [kept if d in dims else number for d, number in pairs]
-    return [number for d, number in pairs if d not in dims]
+    places = zip(box.offsets, box.sizes, strict=True)
+    stay = [(0, 1) if d in dims else p for d, p in enumerate(places) if keepdim or d not in dims]
+    return Box(tuple(at for at, _ in stay), tuple(n for _, n in stay))
 
 
 def _over_ranks(st: Any, how: Combiner, dims: list[int], keepdim: bool, options: Any) -> Tensor:
-    size = st._metadata.size
+    whole = Box.whole(st._metadata.size)
     check_agreement("a reduction over ranks", st)
-    probe = how.local(_wide(probe_of(st), size), dims, True, **options)
-    shape = _without(size, dims, True, 1)
-    part = probe.new_full(shape, how.start(probe.dtype))
+    probe = how.local(_wide(probe_of(st), whole.sizes), dims, True, **options)
+    small = _without(whole, dims, True)
+    part = probe.new_full(small.sizes, how.start(probe.dtype))
     for shard in st._local_shards:
         if shard.tensor.numel():
-            small = _shard_without(shard.metadata, dims, True)
-            ends = zip(small.shard_offsets, small.shard_sizes, strict=True)
-            place = tuple(slice(a, a + n) for a, n in ends)
+            place = _without(box_of(shard.metadata), dims, True).within(small)
             mine = how.local(shard.tensor, dims, True, **options)
-            part[place] = how.both(part[place].clone(), mine)
+            part[place] = how.local(torch.stack([part[place], mine]), [0], False)
     if probe.requires_grad:
         part = part + probe.reshape(-1)[:0].sum()  # ties a rank without shards to the others
     group = st.group.name
     if how is SUM:
-        whole = functions.wait_tensor(functions.all_reduce(part, "sum", group))
+        total = functions.wait_tensor(functions.all_reduce(part, "sum", group))
     else:  # gathered, because a gradient goes to one of the ranks only
         parts = functions.wait_tensor(functions.all_gather_into_tensor(part[None], group))
-        whole = how.all(parts, 0)
-    return whole if keepdim else whole.reshape(_without(size, dims, False, 1))
+        total = how.local(parts, [0], False)
+    return total if keepdim else total.reshape(_without(whole, dims, False).sizes)
 
 
 def _reduce(
