@@ -134,6 +134,14 @@ def test_an_extreme_of_nothing_is_refused_as_by_torch(func, size):
     fcoll.simulate_ranks(check, RANKS)
 
 
+def test_sums_of_nothing_are_zeros():
+    def check(rank):
+        rows = cut(numbers((4, 0)), sharded.chunk(0, 2)).sum(1)
+        assert rows.local_tensor().tolist() == [0, 0] and rows.all_gather().tolist() == [0] * 4
+
+    fcoll.simulate_ranks(check, 2)
+
+
 def test_an_extreme_of_one_shard_beside_one_without_elements():
     spec = GridShardingSpec(grid=(2,), placements=placements([0, 0]))
     fcoll.simulate_ranks(lambda rank: check_function(lambda x: x.max(0), (1,), spec), RANKS)
