@@ -68,17 +68,53 @@ class GradBucket:
         return self._index == self._count - 1
 
 
-class DenseBucket:
-    """Gradients of one dtype and device; ``views`` have the strides that their gradients have."""
+class Bucket:
+    """Parameters whose gradients are sent together; ``views`` are those of each in the buffer."""
 
     sparse = False
+    buffer: Tensor
+    message: Tensor  # what is sent: the buffer, and behind it the tag
+    tail: Tensor | None = None  # the tag's place
+    views: list[Any]
+    shared: Any = None  # its Place, if it is in memory that all ranks can map
+    work: Any = None
+
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+        self.indices = tuple(indices)
+        self.params = [params[i] for i in indices]
+        self.sizes = [p.shape for p in self.params]
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+    def check_strides(self) -> None:
+        """Warn of a gradient whose strides are not its parameter's: copying it is slow."""
+
+    def fill(
+        self, scale: float, share: bool, dtype: torch.dtype | None, indices: Sequence[int]
+    ) -> None:
+        """Copy these parameters' gradients in, times ``scale``; those that are not there are zero.
+
+        With ``share`` the gradients become views of the bucket, and those that are need no copy.
+        """
+        raise NotImplementedError
+
+    def spread(self, result: Tensor, share: bool, keep: Sequence[bool]) -> None:
+        """Give each parameter its part of the result; where ``keep``, its gradient stays."""
+        raise NotImplementedError
+
+    def adopt(self) -> None:
+        """Have gradients that are there already live in this bucket: it replaces another one."""
+
+
+class DenseBucket(Bucket):
+    """Gradients of one dtype and device; ``views`` have the strides that their gradients have."""
 
     def __init__(
         self, indices: Sequence[int], params: Sequence[Tensor], tagged: bool = True
     ) -> None:
-        self.indices = tuple(indices)
-        self.params = [params[i] for i in indices]
-        self.sizes = [p.shape for p in self.params]
+        super().__init__(indices, params)
         first = self.params[0]
         if any(p.device != first.device for p in self.params):
             raise BadBuckets(
@@ -103,13 +139,7 @@ class DenseBucket:
         # not zeros: every gradient is written, or zeroed, before it is sent
         whole = self.length + (tags.BITS if tagged else 0)
         self.lay_into(torch.empty(whole, dtype=first.dtype, device=first.device))
-        self.shared: Any = None  # its Place, if it is in memory that all ranks can map
         self.place = {i: k for k, i in enumerate(self.indices)}
-        self.work: Any = None
-
-    @property
-    def bytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
 
     def lay_into(self, message: Tensor) -> None:
         """Have the gradients in this tensor, and behind them the tag."""
@@ -129,10 +159,6 @@ class DenseBucket:
     def fill(
         self, scale: float, share: bool, dtype: torch.dtype | None, indices: Sequence[int]
     ) -> None:
-        """Copy these parameters' gradients in, times ``scale``; those that are not there are zero.
-
-        With ``share`` the gradients become views of the bucket, and those that are need no copy.
-        """
         to, grads, here = [], [], []
         for place in map(self.place.__getitem__, indices):
             view, grad = self.views[place], self.params[place].grad
@@ -162,8 +188,7 @@ class DenseBucket:
                 if p.grad is not None and p.grad is not view:
                     p.grad = view
 
-    def check_strides(self) -> bool:
-        """Warn of a gradient whose strides are not its parameter's: copying it is slow."""
+    def check_strides(self) -> None:
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is not None and not p.grad.is_sparse and p.grad.stride() != view.stride():
                 warnings.warn(
@@ -173,11 +198,9 @@ class DenseBucket:
                     f"for {list(view.stride())}. It is right, but slow.",
                     stacklevel=2,
                 )
-                return True
-        return False
+                return
 
     def spread(self, result: Tensor, share: bool, keep: Sequence[bool]) -> None:
-        """Give each parameter its part of the result; where ``keep``, its gradient stays."""
         own = _torch.same_memory(result, self.buffer)
         views = self.views if own else self.views_of(result)
         if share and not own:
@@ -204,36 +227,21 @@ class DenseBucket:
             _torch.copy_into(to, parts)
 
     def adopt(self) -> None:
-        """Have gradients that are there already live in this bucket: it replaces another one."""
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is not None and p.grad is not view:
                 view.copy_(p.grad)
                 p.grad = view
 
 
-class SparseBucket:
-    """The one sparse gradient that is sent by itself."""
+class SparseBucket(Bucket):
+    """The one sparse gradient that is sent by itself, without a tag."""
 
     sparse = True
-    tail: Tensor | None = None  # it has no tag
 
     def __init__(self, index: int, params: Sequence[Tensor]) -> None:
-        self.indices = (index,)
-        self.params = [params[index]]
-        self.sizes = [params[index].shape]
-        self.place = {index: 0}
-        self.work: Any = None
+        super().__init__((index,), params)
         self.buffer = torch.empty(0, dtype=params[index].dtype, device=params[index].device)
         self.views = [None]
-        self.shared: Any = None
-
-    @property
-    def message(self) -> Tensor:
-        return self.buffer
-
-    @property
-    def bytes(self) -> int:
-        return self.params[0].numel() * self.params[0].element_size()
 
     def fill(
         self, scale: float, share: bool, dtype: torch.dtype | None, indices: Sequence[int]
@@ -251,18 +259,10 @@ class SparseBucket:
         if scale != 1.0:
             self.buffer.mul_(scale)
 
-    def check_strides(self) -> bool:
-        return False
-
     def spread(self, result: Tensor, share: bool, keep: Sequence[bool]) -> None:
         if result is not self.buffer:
             self.buffer.copy_(result)
 
-    def adopt(self) -> None:
-        pass
-
-
-Bucket = DenseBucket | SparseBucket
 
 _HINT = "Did the parameter's dtype change after the reducer was made? Make the reducer anew."
 _VIEW = (
