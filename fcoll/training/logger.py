@@ -14,23 +14,12 @@ from fcoll.training.overrides import override, override_class
 from fcoll.training.parameter_check import verify_params_across_processes
 from fcoll.training.reducer import Reducer
 
-_ENVIRONMENT = {
-    "master_port": "MASTER_PORT",
-    "master_addr": "MASTER_ADDR",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-}
-_OF_GLOO = {
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-}
-_OF_NCCL = {
-    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "nccl_debug": "NCCL_DEBUG",
-    "nccl_nthreads": "NCCL_NTHREADS",
-    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+# Environment variables that are written down under their names, those of backends for theirs.
+_ENVIRONMENT = "MASTER_PORT MASTER_ADDR CUDA_VISIBLE_DEVICES TORCH_DISTRIBUTED_DEBUG"
+_OF_BACKEND = {
+    "gloo": "GLOO_SOCKET_IFNAME GLOO_DEVICE_TRANSPORT",
+    "nccl": "NCCL_SOCKET_IFNAME TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ASYNC_ERROR_HANDLING "
+    "NCCL_DEBUG NCCL_NTHREADS NCCL_IB_TIMEOUT",
 }
 GLOO_THREADS = 2
 # C++'s names of dtypes, which torch's logger writes
@@ -101,13 +90,11 @@ class Logger:
             "find_unused_parameters": int(reducer.finds_unused),
             "gradient_as_bucket_view": int(reducer.shares),
         }
-        variables = dict(_ENVIRONMENT)
         if backend == "gloo":
-            variables |= _OF_GLOO
             ints["gloo_num_threads"] = GLOO_THREADS
-        elif backend == "nccl":
-            variables |= _OF_NCCL
-        strs |= {name: os.environ.get(variable, "N/A") for name, variable in variables.items()}
+        for variable in f"{_ENVIRONMENT} {_OF_BACKEND.get(backend, '')}".split():
+            name = variable.lower().replace("torch_nccl", "nccl")
+            strs[name] = os.environ.get(variable, "N/A")
 
     def _set_static_graph(self) -> None:
         self.data.ints_map["static_graph"] = 1
