@@ -7,9 +7,12 @@ them says which parameters and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from fcoll.training.reducer import Reducer
 
 MARKED_UNUSED = (
     "3) Incorrect unused parameter detection. The parameter was not in the graph of the module's "
@@ -20,19 +23,6 @@ KEEPS_BUCKETS = (
     "lazy_bucket_allocation=True saves no memory with it."
 )
 SHOWN = 8  # modules or parameters that a sentence lists
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Of a reduction that did not finish."""
-
-    rank: int
-    missing: Sequence[int]  # parameters without a gradient
-    names: Sequence[str]
-    finds_unused: bool
-    static_graph: bool
-    backwards: int  # backward passes since the forward pass
-    raised: str  # the line of one that an exception ended, or ""
 
 
 def listed(names: Iterable[str]) -> str:
@@ -61,26 +51,31 @@ def late(name: str, line: str) -> str:
     )
 
 
-def unfinished(facts: Facts) -> str:
-    """Some parameters had no gradient when the next iteration began."""
-    if facts.raised:
+def unfinished(reducer: Reducer, missing: Sequence[int], raised_at: str) -> str:
+    """Some parameters had no gradient when the next iteration began; if an exception ended its
+    backward pass, ``raised_at`` is the line of that."""
+    names = [reducer.names[i] for i in missing]
+    without = f"did not receive grad for rank {reducer.group.rank}"
+    lacking = f"Parameters which {without}: {', '.join(names)}"
+    indices = f"Parameter indices which {without}: {' '.join(map(str, missing))}"
+    if raised_at:
         return (
-            f"It did not, since an exception ended the backward pass at {facts.raised}.\n"
-            f"{_names(facts)}\n{_indices(facts)}\nTo go on after it, call reset_state() of the "
+            f"It did not, since an exception ended the backward pass at {raised_at}.\n"
+            f"{lacking}\n{indices}\nTo go on after it, call reset_state() of the "
             "reducer (the module's `reducer`) on all ranks."
         )
-    if facts.static_graph:
+    if reducer.static_graph:
         text = (
             "This error indicates that your training graph has changed in this iteration, e.g., "
             "one parameter is used in first iteration, but then got unused in the second "
             "iteration. this is not compatible with static_graph set to True."
         )
-        return f"{text}\n{_indices(facts)}\n{_names(facts)}\n{_cause(facts)}"
+        return f"{text}\n{indices}\n{lacking}\n{_cause(reducer, names)}"
     text = (
         "This error indicates that your module has parameters that were not used in producing "
         "loss. "
     )
-    if facts.finds_unused:
+    if reducer.finds_unused:
         text += (
             "Since `find_unused_parameters=True` is enabled, this likely  means that not all "
             "`forward` outputs participate in computing loss. You can fix this by making sure all "
@@ -92,7 +87,7 @@ def unfinished(facts: Facts) -> str:
             "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by "
             "making sure all `forward` function outputs participate in calculating loss. "
         )
-    text += f"\n{_names(facts)}\n{_indices(facts)}\n{_cause(facts)}"
+    text += f"\n{lacking}\n{indices}\n{_cause(reducer, names)}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         text += (
             "\nFor what each rank did, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
@@ -101,23 +96,13 @@ def unfinished(facts: Facts) -> str:
     return text
 
 
-def _indices(facts: Facts) -> str:
-    indices = " ".join(map(str, facts.missing))
-    return f"Parameter indices which did not receive grad for rank {facts.rank}: {indices}"
-
-
-def _names(facts: Facts) -> str:
-    names = ", ".join(facts.names[i] for i in facts.missing)
-    return f"Parameters which did not receive grad for rank {facts.rank}: {names}"
-
-
-def _cause(facts: Facts) -> str:
-    modules = listed(modules_of(facts.names[i] for i in facts.missing))
-    if not facts.backwards:
+def _cause(reducer: Reducer, missing: Sequence[str]) -> str:
+    modules = listed(modules_of(missing))
+    if not reducer.passes:
         why = "no backward pass ran through the module after its last forward pass"
-    elif len(facts.missing) == len(facts.names):
+    elif len(missing) == len(reducer.names):
         why = "the backward pass reached none of the parameters: was the output detached?"
-    elif facts.finds_unused:
+    elif reducer.finds_unused:
         why = f"an output that goes through {modules} was returned and not used in the loss"
     else:
         why = (

@@ -151,7 +151,7 @@ class Reducer(Settings):
         self._reduced += self.arrivals.disarm()
         self._divisor: float | None = None
         self._order: list[int] = []  # in which gradients became ready in the first iteration
-        self._passes: list[Frames] = []  # the lines of this iteration's backward passes
+        self.passes: list[Frames] = []  # the lines of this iteration's backward passes
         self._ended = 0  # of them
 
     # -- buckets ----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Reducer(Settings):
         self._expects = True
         for bucket in self._buckets:
             bucket.work = None
-        self._passes.clear()
+        self.passes.clear()
         self._ended = 0
         left = list(self._triggered) if self.static_graph else [1] * len(self.params)
         members = [len(bucket.indices) for bucket in self._buckets]
@@ -304,10 +304,10 @@ class Reducer(Settings):
     def _begin_pass(self, index: int) -> None:
         """A backward pass has its first gradient. In the first pass of an iteration, parameters
         that it will not reach count as ready."""
-        self._passes.append(user_sites())
+        self.passes.append(user_sites())
         self._unfinished = True
         _torch.at_end_of_backward(self._end_pass)
-        if len(self._passes) > 1:
+        if len(self.passes) > 1:
             return
         if self._to_come is not None and self._graph_may_change and not self._joining:
             reached = [1] * len(self.params)
@@ -345,12 +345,12 @@ class Reducer(Settings):
 
     def _line(self, number: int) -> str:
         """Of a backward pass."""
-        return show(*self._passes[number]) or "?"
+        return show(*self.passes[number]) or "?"
 
     def _late(self, index: int) -> None:
         """A gradient came after all were reduced, and no forward pass since: it stays here."""
         warnings.warn(
-            backward_errors.late(self.names[index], self._line(-1) if self._passes else ""),
+            backward_errors.late(self.names[index], self._line(-1) if self.passes else ""),
             stacklevel=2,
         )
 
@@ -504,22 +504,13 @@ class Reducer(Settings):
         if not self._unfinished and self._reached is None:
             return
         missing = [i for i, n in enumerate(self.arrivals.seen()["ready_in"]) if n < 0]
-        facts = backward_errors.Facts(
-            self.group.rank,
-            missing,
-            self.names,
-            self.finds_unused,
-            self.static_graph,
-            len(self._passes),
-            self._raised_at(),
-        )
+        cause = backward_errors.unfinished(self, missing, self._raised_at())
         parameters = tuple(self.names[i] for i in missing)
-        cause = backward_errors.unfinished(facts)
         self._fail(ReductionUnfinished(cause=cause, parameters=parameters))
 
     def _raised_at(self) -> str:
         """The line of a backward pass that an exception has ended."""
-        if self._ended < len(self._passes):
+        if self._ended < len(self.passes):
             return self._line(self._ended)
         return show(*self._reached) or "?" if self._reached is not None else ""
 
