@@ -46,6 +46,7 @@ class Ring(Algebra):
         self._logs = KnownValues()  # of each the root of unity that exp restores
         self._cuts = KnownValues()  # of each what it was
         self._numbers: dict[float, float] = {}  # what elements of constants stand for
+        self._residues: dict[float, float] = {}  # of the program's numbers
         self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
         self.took_log = self.took_sigmoid_of_log = False
 
@@ -77,11 +78,12 @@ class Ring(Algebra):
     def number(self, value: complex) -> Tensor:
         if isinstance(value, complex):
             raise NotExact("a complex number")
-        if not math.isfinite(value):
-            if math.isnan(value):
-                raise NotExact("NaN")
-            return torch.tensor(float(value), dtype=torch.float64)
-        return torch.tensor(float(self.residue(value)), dtype=torch.float64)
+        if math.isnan(value):
+            raise NotExact("NaN")
+        if value not in self._residues:
+            done = self.residue(value) if math.isfinite(value) else value
+            self._residues[value] = float(done)
+        return torch.tensor(self._residues[value], dtype=torch.float64)
 
     def residue(self, value: float) -> int:
         meant = rational(value)
@@ -167,11 +169,9 @@ class Ring(Algebra):
         total = self._add(x, y)
         if self._logs:
             (x_known, x_unit), (y_known, y_unit) = self._logs.find(x), self._logs.find(y)
-            self._note_log(
-                total,
-                x_known | y_known,
-                self.mul(torch.where(x_known, x_unit, 1.0), torch.where(y_known, y_unit, 1.0)),
-            )
+            if bool(x_known.any()) or bool(y_known.any()):
+                units = torch.where(x_known, x_unit, 1.0), torch.where(y_known, y_unit, 1.0)
+                self._note_log(total, x_known | y_known, self.mul(*units))
         return total
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -182,7 +182,8 @@ class Ring(Algebra):
         done = self._neg(x)
         if self._logs:
             known, unit = self._logs.find(x)
-            self._note_log(done, known, self.inverse(unit))
+            if bool(known.any()):
+                self._note_log(done, known, self.inverse(unit))
         return done
 
     def _neg(self, x: Tensor) -> Tensor:
@@ -209,12 +210,12 @@ class Ring(Algebra):
     def _wrapping(self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """fn(x, y) - N q modulo 2^64, where q is the quotient but for an error that is small."""
         quotient = (fn(x, y) / self.N).to(torch.int64)
-        rest = fn(self._integers(x), self._integers(y)) - quotient * self.N
-        return torch.remainder(rest, self.N).to(torch.float64)
+        rest = fn(self._integers(x), self._integers(y)).sub_(quotient, alpha=self.N)
+        return rest.remainder_(self.N).to(torch.float64)
 
     def _integers(self, x: Tensor) -> Tensor:
         whole = x.to(torch.int64)
-        if bool((whole // self.N).any()) or not torch.equal(whole.to(torch.float64), x):
+        if not torch.equal(whole.remainder(self.N).to(torch.float64), x):
             raise NotExact(NO_ELEMENT)
         return whole
 
@@ -267,10 +268,8 @@ class Ring(Algebra):
         if bool((x0 == 0).any()):
             raise Unlucky("a division by a multiple of p")
         y = _inverses(self.p)[x0.to(torch.int64)]
-        two = torch.tensor(2.0, dtype=torch.float64)
-        for _ in range(2):
-            y = self.mul(y, self._add(two, self._neg(self.mul(x, y))))
-        return y
+        rest = self._add(self.number(1), self._neg(self.mul(x, y)))  # a multiple of p
+        return self.mul(y, self._add(self.number(1), self._add(rest, self.mul(rest, rest))))
 
     # -- functions ---
 
