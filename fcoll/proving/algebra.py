@@ -8,6 +8,7 @@ elements run as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,10 @@ class Algebra:
         if x.shape == y.shape and torch.equal(x, y):
             return self.square(x)
         return self.mul(x, y)
+
+    def applied(self, rule: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """What the rule of this name gives for an op's arguments."""
+        return rule(self, *args, **kwargs)
 
     # -- where a collective reduces (fcoll/table/pieces.py) ---
 

@@ -14,6 +14,7 @@ from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
 from fcoll.proving.lists import ELEMENTWISE, joined, parted
 from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
+from fcoll.proving.norm_rules import WRITES
 from fcoll.proving.optimizer_rules import FUSED
 from fcoll.proving.pooling_rules import RULES  # all of them
 from fcoll.source import user_line
@@ -186,7 +187,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
                 return func(*args, **kwargs)
             given = {k: v for k, v in kwargs.items() if k not in _HOW}
             with torch.no_grad():
-                out = rule(self.algebra, *args, **given)
+                out = self._applied(rule, name, args, given)
             # x ** 1 is a tensor of its own, which may be written
             out = out.clone() if any(out is x for x in values) else out
             self._note_constant(func, args, kwargs, out)
@@ -199,6 +200,11 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         if out is NotImplemented:
             raise NotExact("it has no rule in exact arithmetic")
         return out
+
+    def _applied(self, rule: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in WRITES:
+            return rule(self.algebra, *args, **kwargs)
+        return self.algebra.applied(rule, name, args, kwargs)
 
     def _note_constant(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """What single numbers make is one, too: an optimizer computes so with powers of betas."""
@@ -236,7 +242,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             raise NotExact("it has no rule in exact arithmetic")
         if base in ELEMENTWISE and n > 1 and (flat := joined(args, kwargs)) is not None:
             with torch.no_grad():
-                done = parted(RULES[base](self.algebra, *flat), args[0])
+                done = parted(self.algebra.applied(RULES[base], base, flat, {}), args[0])
                 if not name.endswith("_"):
                     return done
                 for x, value in zip(args[0], done, strict=True):
@@ -253,7 +259,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
             with self:
                 return getattr(torch.ops.aten, name)(*mine, **named)
         with torch.no_grad():  # a rule, and not the op, which makes tensors of numbers
-            value = RULES[base](self.algebra, *mine, **named)
+            value = self.algebra.applied(RULES[base], base, mine, named)
         return mine[0].copy_(value) if name.endswith("_") else value
 
     # -- floats that are no elements yet ---

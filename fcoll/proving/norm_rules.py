@@ -13,6 +13,8 @@ from fcoll.proving.algebra import Algebra
 from fcoll.proving.elementwise_rules import rule
 from fcoll.proving.tensor_rules import RULES
 
+WRITES = frozenset(("batch_norm_gather_stats_with_counts",))  # running statistics
+
 
 def _others(x: Tensor) -> list[int]:
     return [d for d in range(x.dim()) if d != 1]

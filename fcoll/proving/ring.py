@@ -15,12 +15,14 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.constants import perfect, rational, root_mod
+from fcoll.proving.known_results import KnownResults
 from fcoll.proving.known_values import KnownValues
 
 MOST_TERMS = 2**17  # of a sum of products: 3 x 2^17 x 2^34 < 2^53
@@ -46,6 +48,7 @@ class Ring(Algebra):
         self._logs = KnownValues()  # of each the root of unity that exp restores
         self._cuts = KnownValues()  # of each what it was
         self._numbers: dict[float, float] = {}  # what elements of constants stand for
+        self._results = KnownResults()  # of rules: ranks hold copies
         self._residues: dict[float, float] = {}  # of the program's numbers
         self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
         self.took_log = self.took_sigmoid_of_log = False
@@ -54,6 +57,9 @@ class Ring(Algebra):
     def modulus(self) -> int:
         """What values are compared by: a logarithm is known modulo p^2 only."""
         return self.p2 if self.took_log else self.N
+
+    def applied(self, rule: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        return self._results.of(name, args, kwargs, lambda: rule(self, *args, **kwargs))
 
     # -- digits ---
 
