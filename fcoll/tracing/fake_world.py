@@ -93,7 +93,7 @@ def traceable_reducers() -> Iterator[None]:
                 nonlocal brought
                 if not brought and threading.get_ident() == thread:
                     brought = True
-                    stack.enter_context(plugin("reducers").made())
+                    stack.enter_context(plugin("reducers").installed())
                 return method(*args, **kwargs)
 
             return call

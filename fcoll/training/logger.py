@@ -67,7 +67,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """What is known when the module is wrapped."""
+        """Log the facts that are known when the module is wrapped."""
         reducer, strs, ints = self.reducer, self.data.strs_map, self.data.ints_map
         if static_graph:
             self._set_static_graph()
