@@ -22,6 +22,7 @@ import numpy
 from fcoll import source
 from fcoll.errors import DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe
+from fcoll.tracing.shared_values import SYMBOL
 
 MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
 
@@ -370,9 +371,6 @@ def _compare(first: Way, other: Way, line: str, answer: Any, digest: str | None 
     raise undecided(line, why, digest)
 
 
-_SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")
-
-
 def _keys(calls: tuple[Issued, ...]) -> list[str]:
     """What ranks would have to agree on of each call; symbols by the order they come in."""
     names: dict[str, str] = {}
@@ -381,7 +379,7 @@ def _keys(calls: tuple[Issued, ...]) -> list[str]:
         return names.setdefault(match[0], f"n{len(names)}")
 
     facts = [(c.op, c.ranks, c.instance, c.shapes, c.dtypes, c.args) for c in calls]
-    return [_SYMBOL.sub(name, repr(fact)) for fact in facts]
+    return [SYMBOL.sub(name, repr(fact)) for fact in facts]
 
 
 def _notes(ways: list[Way], first: Way) -> Iterator[str]:
