@@ -198,8 +198,8 @@ class Lobby:
     def _wait(
         self, missing: Callable[[bool], list[int]], ends: Callable[[], bool] = lambda: False
     ) -> None:
-        """Until nobody is missing, or the store ends and ``ends`` says that it may: the rank that
-        holds it is through, and so were all others."""
+        """Wait until nobody is missing, or the store ends and ``ends`` says that it may: the rank
+        that holds it is through, and so were all others."""
         try:
             self._poll(missing)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Beside a compiled graph that is stuck: do other ranks wait for this one to compare a new graph?
+"""Watchdog of compiled graphs that are stuck: do other ranks wait to compare a new graph?
 
 Ranks compare a graph when it first runs (comparison.py). One that comes with a new graph, while
 this rank runs one on which all agreed, waits for this rank, and this rank waits for it inside a

@@ -200,7 +200,7 @@ def _proved(board: Board, ranks: Iterable[int] | str | None, size: int, tell: Pr
 
 
 def _all_ways(board: Board, prove: Callable[[], _Way]) -> tuple[list[_Way], list[str]]:
-    """What is proved with each answer to the decisions that all ranks take alike, by values that
+    """The proofs with each answer to the decisions that all ranks take alike, by values that
     they share, where what they issue depends on them; and notes on these decisions."""
     ways: list[_Way] = []
     lines: dict[str, str] = {}  # of the decisions, by digest

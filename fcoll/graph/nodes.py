@@ -1,4 +1,4 @@
-"""The nodes of an fx graph: starts and waits of collectives, who made a node, which may move."""
+"""The nodes of an fx graph: starts and waits of collectives, origins, and which nodes may move."""
 
 from __future__ import annotations
 

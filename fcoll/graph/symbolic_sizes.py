@@ -1,4 +1,4 @@
-"""Sizes that are expressions, and what they are taken to be where a number is needed.
+"""Symbolic sizes: expressions, and the hints that stand for them where a number is needed.
 
 A symbol of a shape has the value that it had in the trace. One that only a run knows (of what
 ``nonzero`` gives, of splits that are read from a tensor) is taken at its upper bound, if torch

@@ -110,7 +110,7 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> Any:
-    """The same where every rank knows the metadata of all: nothing is sent, each rank checks its
+    """From local shards, where every rank knows all metadata: nothing is sent, each rank checks its
     own shards, and that all together cover the tensor once."""
     pg, me = as_process_group(process_group), dist.get_rank()
     shards, metadata = local_shards, sharded_tensor_metadata
@@ -138,7 +138,7 @@ def init_from_local_tensor(
     process_group: GroupLike = None,
     init_rrefs: bool = False,
 ) -> Any:
-    """The same where the spec says which part of the whole this rank's tensor is.
+    """From one tensor a rank, where the spec says which part of the whole it is.
 
     >>> x = torch.full((2, 3), float(rank))
     >>> st = fcoll.sharded.from_local_tensor(x, fcoll.sharded.chunk(0, n), 2 * n, 3)

@@ -1,4 +1,4 @@
-"""Which ranks do the same? Those that give the same answers to all that a program asks about ranks.
+"""Equivalent ranks: those with the same answers to all that a program asks about ranks.
 
 While a rank is traced, its number is not an int but a Number, which has the value of every rank. A
 comparison (``rank == 13``) is answered for the rank that is traced, and the ranks with another

@@ -44,7 +44,7 @@ def reading(values: Values, is_written: Callable[[Tensor], bool]) -> Iterator[No
 
 @contextmanager
 def reading_compiled(values: Values) -> Iterator[None]:
-    """The same for a compiled step: values are plain numbers, which Dynamo knows."""
+    """``reading`` for a compiled step: values are plain numbers, which Dynamo knows."""
 
     def item(x: Tensor) -> Any:
         value = read(x)

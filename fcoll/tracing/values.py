@@ -1,4 +1,4 @@
-"""Numbers that a step reads from tensors while it is traced, and the ways that it can go by them.
+"""Data-dependent branches: numbers that a traced step reads from tensors, and its ways by them.
 
 A trace has no values. ``loss.item()`` gives a placeholder that can be printed and computed with; a
 number of an integer tensor is a symbol, so that sizes that are read stay what they are. A branch on

@@ -18,7 +18,7 @@ LARGE = 1 << 14  # elements; from here on one call that copies and scales beats 
 
 
 class GradBucket:
-    """What a comm hook gets: torch.distributed.GradBucket's methods, on a bucket of ours.
+    """The argument of a comm hook: torch.distributed.GradBucket's methods, on a bucket of ours.
 
     torch's class cannot be made from Python; this one passes for an instance of it.
     """

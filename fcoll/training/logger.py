@@ -1,4 +1,4 @@
-"""Logger: what a reducer is and how long its iterations take, by the names that torch gives it."""
+"""Logger: facts of a reducer and times of its iterations, under torch's names."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def override(name: str, ours: Theirs, kinds: tuple[type, ...]) -> None:
 
 
 def install_overrides() -> None:
-    """Once in a process."""
+    """Put the overrides into torch.distributed, once in a process."""
     while _overrides:
         name, make = _overrides.popitem()
         _torch.replace(name, make)

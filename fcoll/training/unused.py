@@ -36,7 +36,7 @@ _warned = False
 
 
 def warn_all_used() -> None:
-    """Once: looking for unused parameters costs time."""
+    """Warn, once, that looking for unused parameters costs time."""
     global _warned
     if not _warned:
         _warned = True
