@@ -305,7 +305,7 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
         raise
     assert traced.graph_module is not None
     if board.sizes:
-        calls = tuple(with_sizes(call, traced.size_values) for call in calls)
+        calls = tuple(with_sizes(call, traced.taken) for call in calls)
     read = any(has_symbols((call.shapes, call.args)) for call in calls)
     origins = origins_of(traced.graph_module.graph, calls, rank) if read else Origins()
     return Program(

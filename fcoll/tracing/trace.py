@@ -59,7 +59,7 @@ class Trace:
     """
 
     notes: tuple[str, ...] = ()
-    size_values: Mapping[str, int] = {}  # the values of sizes that were given by take()
+    taken: Mapping[str, int] = {}  # the values of sizes that were given by take()
     layouts: tuple[dict[str, str], ...] = ()  # a card of each layout of sharded tensors in it
     own_backward: bool = False  # did the step run a backward pass itself?
     new_groups: tuple[NewGroup, ...] = ()  # that it made
@@ -106,8 +106,8 @@ class Trace:
         ``trace.take({"u5": 128, "moe.py:31": 64})``."""
         if sizes:
             lines = born_at(self.graph_module.graph) if self.graph_module is not None else {}
-            self.size_values = by_symbol(sizes, lines)
-            self.sizes |= self.size_values
+            self.taken = by_symbol(sizes, lines)
+            self.sizes |= self.taken
 
     def to_json(self) -> str:
         """The trace without its graph, as text."""
