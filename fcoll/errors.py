@@ -198,7 +198,7 @@ class NoGradient(FcollError):
 
 # A RuntimeError too: torch raises one where ranks make different calls.
 class Reported(FcollError, RuntimeError):
-    """What ranks found while they ran: they tell it in a message."""
+    """A mistake that ranks found while they ran, with their message."""
 
     what = "{message}"
 

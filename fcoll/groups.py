@@ -160,7 +160,7 @@ def group_rank(name: str) -> int:
 
 @_torch.at_trace_time
 def rank_asked(name: str) -> Any:
-    """The rank that a program is told; replaced where one run stands for several ranks."""
+    """The rank that a program gets; replaced where one run stands for several ranks."""
     return by_name(name).rank
 
 

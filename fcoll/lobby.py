@@ -121,7 +121,7 @@ class Lobby:
             return
 
     def present(self) -> dict[int, str]:
-        """What the other ranks that are here now have to say; for one that does not come itself."""
+        """The texts of the other ranks that are here now, for a rank that does not come itself."""
         if not self.store.check([self._key("someone")]):  # one question, however many ranks
             return {}
         return {r: card["text"] for r, card in self._others().items()}

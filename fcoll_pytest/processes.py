@@ -159,7 +159,7 @@ def run_body(body: Callable[[int], Any]) -> None:
 
 
 def write_report(report: pytest.TestReport) -> None:
-    """Keep what pytest says of this rank's test: that of its call, or of a phase that failed."""
+    """Write pytest's report of this rank's test: of its call, or of a phase that failed."""
     if report.when != "call" and report.outcome == "passed":
         return
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext

@@ -113,7 +113,7 @@ class Config:
         return _limit(self.cuda_one_shot_bytes, n), _limit(self.cuda_two_shot_bytes, n)
 
     def key(self) -> str | None:
-        """All of it that decides what is generated, for caches; None if that cannot be said."""
+        """The settings that decide what is generated, for caches; None if that is unknown."""
         from inductor_ext import graph_prices
         from inductor_ext.lower.cuda import enabled_groups
 

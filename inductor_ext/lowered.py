@@ -43,7 +43,7 @@ class Lowered:
 
 
 def note(node: torch.fx.Node) -> str:
-    """What the code that is generated for a collective says of it, in a comment."""
+    """The comment on a collective in its generated code."""
     row, choice = row_of(node.target), choice_of(node) or Choice()
     x = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else torch.empty(0)
     size = x.numel() * x.element_size()

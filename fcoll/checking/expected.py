@@ -15,7 +15,7 @@ Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 class ProgramCalls:
-    """The calls of a program, rank by rank; a rank is traced when it is first asked for."""
+    """The calls of a program, rank by rank; a rank is traced when first needed."""
 
     def __init__(self, build: Build, mesh: Mapping[str, int]) -> None:
         if not mesh:

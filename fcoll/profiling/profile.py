@@ -167,7 +167,7 @@ def profile(machine: Machine | str | Path | None = None) -> Profile:
 
 
 def _machine(machine: Machine | str | Path | None) -> tuple[Machine | None, str]:
-    """The machine to predict for, and what to say of it."""
+    """The machine to predict for, and a note on it."""
     try:
         resolved = Machine.of(machine if machine is not None else "local")
     except NotCalibrated:

@@ -201,7 +201,7 @@ def _imported(names: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 class _Finder:
-    """Ahead of the others in sys.meta_path: tells of modules when they have been imported."""
+    """A finder ahead of the others in sys.meta_path that calls ``imported`` after an import."""
 
     def __init__(self, names: tuple[str, ...], imported: Callable[[ModuleType], None]) -> None:
         self.names, self.imported = names, imported

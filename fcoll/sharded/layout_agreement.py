@@ -126,7 +126,7 @@ def agree_on(func: str, group: Group, device: Any, find: Callable[[], tuple[T, V
 
 
 def attempt(find: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returns, or what it raises: to be told to the other ranks before it is raised."""
+    """(result, None) or (None, the exception): other ranks are sent it before it is raised."""
     try:
         return find(), None
     except Exception as error:

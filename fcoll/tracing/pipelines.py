@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining in a trace: stages tell each other shapes when they first run."""
+"""torch.distributed.pipelining in a trace: stages exchange shapes when they first run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from fcoll.tracing.equivalent_ranks import (
 
 @contextmanager
 def answering_for(alike: Alike) -> Iterator[None]:
-    """Inside a fake world, questions about ranks are asked of ``alike``."""
+    """Inside a fake world, queries of ranks are answered by ``alike``."""
     rank = dist.ProcessGroup.rank
     groups = {
         pg: _GroupRanks(places, axis, alike)
@@ -161,7 +161,7 @@ def _answer(alike: Alike, plain: Any, values: Any) -> Any:
 
 
 def _is_known() -> bool:
-    """Does a library ask whose use of ranks is known?"""
+    """Is the caller a library whose use of ranks is known?"""
     frame = _asker()
     while frame is not None:
         name = frame.f_code.co_filename
@@ -174,7 +174,7 @@ def _is_known() -> bool:
 
 
 def _asker() -> FrameType | None:
-    """The frame that asked something of this file."""
+    """The frame that called into this file."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back

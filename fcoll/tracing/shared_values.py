@@ -61,7 +61,7 @@ class _Digests:
         return self.digests[node] if self.memory.is_kept(node, reader) else None
 
     def _identity(self, node: Node) -> Any:
-        """What tells the value from all others, if it is the same on all ranks."""
+        """The identity of a value among all others, if it is the same on all ranks."""
         row = row_of_node(node)
         if row is not None and not row.is_wait:
             group, instance = node.meta.get("group", (None, 0))

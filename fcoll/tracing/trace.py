@@ -307,7 +307,7 @@ class _Step:
         return (code.co_filename, code.co_firstlineno) if code and is_library(here[0]) else here
 
     def run(self, values: Values) -> Trace:
-        """Run it once and write down what it does; where it asks for values, it gets these."""
+        """Run the step once and record it; where it reads values, it gets these."""
         try:
             return self._run(values)
         except Exception as error:

@@ -66,7 +66,7 @@ class Values:
     _decided: dict[Any, bool] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """What was asked: the step begins anew."""
+        """Clear the branches: the step begins anew."""
         self.branches.clear()
         self.shared.clear()
         self._decided.clear()

@@ -251,7 +251,7 @@ class DataParallel(DistributedDataParallel):
         self._eager_hook = True
 
     def _check_comm_hook(self, hook: Any) -> None:
-        """torch's check; but bf16 is not for GPUs alone, and the argument's name is asked for."""
+        """torch's check; but bf16 is not for GPUs alone, and an argument must be named bucket."""
         if callable(hook) and "bucket" not in inspect.signature(hook).parameters:
             fail(
                 BadCommHook,

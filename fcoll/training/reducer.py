@@ -323,7 +323,7 @@ class Reducer(Settings):
         self._ended += 1
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Be told when a backward pass reaches a module's outputs: it may raise before there is
+        """Note when a backward pass reaches a module's outputs: it may raise before there is
         any gradient of a parameter."""
         me = weakref.ref(self)
 

@@ -40,7 +40,7 @@ SOURCES = ("*.py", "*.cpp", "*.h")
 
 
 def run(p: Pass, graph: Graph) -> list[str]:
-    """Run one pass and verify the graph; what the pass said."""
+    """Run one pass and verify the graph; the lines that the pass returned."""
     lines = p(graph)
     verify(graph, is_complete)
     return lines

@@ -67,7 +67,7 @@ def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @rule(*_torch.SHALLOW_COPY_CHECKS)
 def may_be_shallow_copied(input: Any, other: Any) -> bool:
-    """nn.Module.to asks: a sharded parameter is replaced, not overwritten through .data."""
+    """False, for nn.Module.to: a sharded parameter is replaced, not overwritten through .data."""
     return False
 
 
@@ -292,7 +292,7 @@ def allclose(
 
 
 def _getters(*names: str) -> list[Any]:
-    """The getters of torch.Tensor's properties, as __torch_function__ is asked with them."""
+    """The getters of torch.Tensor's properties, as __torch_function__ gets them."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
