@@ -161,8 +161,8 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    """What others find by themselves: the ops, kernels for torch's ops, the name of the backend,
-    what torch's compiler is told."""
+    """Register what is there without a call: the ops, kernels for torch's ops, the backend's name,
+    hooks of torch's compiler."""
     import fcoll_backend
     from fcoll import _torch, functions, plugins, symm_mem  # noqa: F401
     from fcoll.ranks.patches import Patches

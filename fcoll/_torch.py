@@ -68,11 +68,11 @@ def flight_records() -> list[dict[str, Any]]:
 
 
 def dtype_name(name: str) -> str:
-    """Of C++'s names, as "Float" and "BFloat16", those of Python's."""
-    known = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8"}
+    """Python's name of a dtype that C++ calls "Float", "BFloat16" and so on."""
+    names = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8"}
     more = {"Short": "int16", "Int": "int32", "Long": "int64", "Byte": "uint8"}
     complex_ = {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
-    return {**known, **more, **complex_}.get(name, name.lower())
+    return {**names, **more, **complex_}.get(name, name.lower())
 
 
 # -- the ops of c10d, torch.distributed's own ---
@@ -163,7 +163,7 @@ def mesh_group_name(mesh: DeviceMesh, axis: int) -> str:
 
 
 def mesh_group_names(mesh: DeviceMesh) -> list[str]:
-    """Of all axes; none of a mesh that has no groups."""
+    """The group names of all axes; none of a mesh that has no groups."""
     return list(getattr(mesh, "_dim_group_names", ()))
 
 
@@ -226,7 +226,7 @@ def group_store(pg: dist.ProcessGroup) -> dist.Store | None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Those of this rank, in the order they were made."""
+    """The groups of this rank, in the order they were made."""
     return [pg for pg in c10d._world.pg_map if pg is not None and pg.rank() >= 0]
 
 
@@ -474,9 +474,9 @@ def add_kernel(namespace: str, name: str, key: str, kernel: Callable[..., Any]) 
     _libraries[namespace].impl(name, kernel, key)
 
 
-def as_dtypes(given: Sequence[Any]) -> Sequence[torch.dtype | None]:
+def as_dtypes(dtypes: Sequence[Any]) -> Sequence[torch.dtype | None]:
     """dtypes, which reach a kernel as numbers when they are in a list."""
-    return symmetric_memory._maybe_convert_scalar_types_to_dtypes(list(given))
+    return symmetric_memory._maybe_convert_scalar_types_to_dtypes(list(dtypes))
 
 
 # -- worlds ---
@@ -508,12 +508,12 @@ class World:
         names, which must be their own: to register three anew at every entry would take as long as
         three collectives."""
         with fresh_world():
-            made = make()
+            mesh = make()
             self.tables = {t: getattr(c10d, t) for t in _TABLES}
             self.default, self.count = c10d._world.default_pg, c10d._group_count
         _register(self.tables["_pg_names"])
         weakref.finalize(self, _unregister, dict(self.tables["_pg_names"]))
-        return made
+        return mesh
 
     def enter(self) -> Callable[[], None]:
         """Put this world in the place of the one that is there; returns what undoes it."""

@@ -92,9 +92,9 @@ def _name_of_ranks(ranks: list, tag: str) -> str:
     """As in torch the order of the ranks does not matter; unlike there, the group may be new."""
     nested = bool(ranks) and isinstance(ranks[0], list)
     ranks = [sorted(rs) for rs in ranks] if nested else sorted(ranks)
-    found = None if nested else _torch.find_group(ranks, tag)
-    if found is not None:
-        return found.group_name
+    pg = None if nested else _torch.find_group(ranks, tag)
+    if pg is not None:
+        return pg.group_name
     if tag:
         raise UnknownGroup(group=f"of ranks {ranks} with the tag {tag!r}", hint="")
     return groups.group_name(ranks)
@@ -381,8 +381,8 @@ def batch_p2p_ops_inplace(op_list, peer_list, tag_list, tensors, group_name):
     tags = [tag + PLAIN for tag in tag_list]
     outs = torch.ops.fcoll.batch_p2p_ops(op_list, peers, tags, tensors, name)
     return [
-        _received(given, out) if op == "irecv" else _sent(out)
-        for op, given, out in zip(op_list, tensors, outs, strict=True)
+        _received(into, out) if op == "irecv" else _sent(out)
+        for op, into, out in zip(op_list, tensors, outs, strict=True)
     ]
 
 

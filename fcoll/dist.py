@@ -66,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 class Handle:
-    """What a traced call with ``async_op=True`` returns: torch.distributed's Work in a trace."""
+    """The handle of a traced call with ``async_op=True``: torch.distributed's Work in a trace."""
 
     def __init__(self, result: Tensor, *outs: Tensor) -> None:
         self._result = result
@@ -110,7 +110,7 @@ def _traceable(
     that torch's own call sends. A call that ``blocks`` returns the rank that a message came from,
     if it has one; on a rank that is not in the group ``outside``.
     """
-    op, taken = fn.__name__, tuple(inspect.signature(fn).parameters)[1:]
+    op, own_args = fn.__name__, tuple(inspect.signature(fn).parameters)[1:]
     parameters = inspect.signature(getattr(torch_dist, op)).parameters
     defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
     names = tuple(parameters)
@@ -120,21 +120,21 @@ def _traceable(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not tracing():
             return getattr(torch_dist, op)(*args, **kwargs)
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        group = given.pop("group")
+        named = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        group = named.pop("group")
         if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
             _warn(op, "does nothing on a rank that is not in the group")
             return outside
         name = group_name(group)
         for arg in ("src", "dst"):
-            if arg in given:
-                given[arg] = _peer(op, arg, name, given[arg], given.pop(f"group_{arg}"), root)
-        message = fn((name, group_size(name)), **{arg: given[arg] for arg in taken})
+            if arg in named:
+                named[arg] = _peer(op, arg, name, named[arg], named.pop(f"group_{arg}"), root)
+        message = fn((name, group_size(name)), **{arg: named[arg] for arg in own_args})
         handle = _started(op, name, message)
-        if given.get("async_op", not blocks):
+        if named.get("async_op", not blocks):
             return handle
         handle.wait()
-        return _ranks(name)[given["src"]] if blocks and "src" in given else None
+        return _ranks(name)[named["src"]] if blocks and "src" in named else None
 
     call.__doc__ = f"torch.distributed.{op}, also in a trace."
     return call
@@ -361,7 +361,7 @@ def _torchs(op: Callable) -> Callable:
 
 @at_trace_time
 def _name_of(op: Callable) -> str:
-    """Of a function that Dynamo traces; by itself it takes that of the code (torch 2.15)."""
+    """A function's name, which Dynamo by itself takes from its code (torch 2.15)."""
     return op.__name__
 
 

@@ -198,7 +198,7 @@ class NoGradient(FcollError):
 
 # A RuntimeError too: torch raises one where ranks make different calls.
 class Reported(FcollError, RuntimeError):
-    """What ranks found while they ran: they tell it in a message."""
+    """A mistake that ranks found while they ran, with their message."""
 
     what = "{message}"
 
@@ -366,13 +366,13 @@ _UNRUN = {
 
 
 def ran(op: str, result: Any) -> Any:
-    """What a program gave ``op``, unless that is the program itself, not yet run."""
-    found = _UNRUN.get(type(result))
-    if found is None:
+    """The result of a program; NeverRan if it is a generator or coroutine that has not run."""
+    unrun = _UNRUN.get(type(result))
+    if unrun is None:
         return result
     if isinstance(result, CoroutineType):
         result.close()  # else Python warns that it was never awaited
-    raise NeverRan(op=op, kind=found[0], hint=found[1])
+    raise NeverRan(op=op, kind=unrun[0], hint=unrun[1])
 
 
 class RankFailed(FcollError, RuntimeError):
@@ -387,9 +387,9 @@ class RankFailed(FcollError, RuntimeError):
         kind = type(error).__name__
         shown = what if what.startswith(f"{kind}:") else f"{kind}: {what}" if what else kind
         line = "" if isinstance(error, FcollError) else line_of(error)
-        made = _class_of_both(type(error))(f"rank {rank}: {shown}{line and f', at {line}'}")
-        made.rank = rank
-        return made
+        raised = _class_of_both(type(error))(f"rank {rank}: {shown}{line and f', at {line}'}")
+        raised.rank = rank
+        return raised
 
     def __str__(self) -> str:
         return self.args[0]  # a KeyError would show its repr
@@ -603,20 +603,20 @@ def from_native(error: Exception) -> Exception:
 
     A mistake that names a rank has it as ``rank``, counted within the group.
     """
-    found = _NATIVE.search(str(error))
-    if found is None:
+    match = _NATIVE.search(str(error))
+    if match is None:
         return error
-    return _told(globals()[found[1]](message=found[3], rank=int(found[2])))
+    return _notified(globals()[match[1]](message=match[3], rank=int(match[2])))
 
 
 def from_lobby(why: NotMet) -> FcollError:
-    """That ranks did not come together, as the error of a collective that waited for them."""
+    """The error of a collective that waited for ranks which did not come together."""
     kinds: dict[type, type[FcollError]] = {Died: PeerDied, Elsewhere: OtherGraph}
     rank = why.ranks[0] if why.ranks else -1
-    return _told(kinds.get(type(why), CollectiveTimeout)(message=str(why), rank=rank))
+    return _notified(kinds.get(type(why), CollectiveTimeout)(message=str(why), rank=rank))
 
 
-def _told(error: FcollError) -> FcollError:
+def _notified(error: FcollError) -> FcollError:
     for listener in on_failure:
         listener(error)
     return error

@@ -78,10 +78,10 @@ def on_simulated_rank() -> bool:
 
 # name -> (weak reference to the group it was made from, Group). Weak, so that a destroyed group
 # goes away, and compared, because torch gives the names of destroyed groups to new ones.
-_known: dict[str, tuple[weakref.ref, Group]] = {}
+_cache: dict[str, tuple[weakref.ref, Group]] = {}
 _times_made: Counter[tuple[int, ...]] = Counter()
 # world -> ranks whose group could not be made -> why
-_not_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
+_failures: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = weakref.WeakKeyDictionary()
 
 
 # What a batched simulation (fcoll/simulation) adds: its groups by name, as its first rank sees
@@ -100,15 +100,15 @@ def by_name(name: str) -> Group:
         if not dist.is_initialized():
             raise NotInitialized(name=name) from None
         raise UnknownGroup(group=repr(name), hint="") from None
-    known = _known.get(name)
-    if known is not None and known[0]() is pg:
-        return known[1]
+    cached = _cache.get(name)
+    if cached is not None and cached[0]() is pg:
+        return cached[1]
     desc = pg.group_desc
     axis = desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
     label = axis or (str(list(_torch.group_ranks(pg))) if desc in ("", "undefined") else desc)
     serves = _torch.device_types(pg)
     group = Group(name, _torch.group_ranks(pg), pg.rank(), axis, label, serves)
-    _known[name] = (weakref.ref(pg), group)
+    _cache[name] = (weakref.ref(pg), group)
     return group
 
 
@@ -160,7 +160,7 @@ def group_rank(name: str) -> int:
 
 @_torch.at_trace_time
 def rank_asked(name: str) -> Any:
-    """The rank that a program is told; replaced where one run stands for several ranks."""
+    """The rank that a program gets; replaced where one run stands for several ranks."""
     return by_name(name).rank
 
 
@@ -212,18 +212,18 @@ def _name_of_ranks(ranks: Sequence) -> str:
     if isinstance(ranks[0], (list, tuple)):  # several groups at once: mine is the one I am in
         mine = [r for r in ranks if me in r]
         ranks = mine[0] if mine else [r for rs in ranks for r in rs]
-    wanted = tuple(ranks)
+    members = tuple(ranks)
     world = dist.get_world_size()
-    if not all(isinstance(r, int) and 0 <= r < world for r in wanted):
-        raise UnknownGroup(group=list(wanted), hint=f"Ranks are 0 to {world - 1}. ")
-    if len(set(wanted)) != len(wanted):
-        raise UnknownGroup(group=list(wanted), hint="A rank is there twice. ")
-    if me not in wanted:
-        raise NotInGroup(rank=me, ranks=list(wanted))
+    if not all(isinstance(r, int) and 0 <= r < world for r in members):
+        raise UnknownGroup(group=list(members), hint=f"Ranks are 0 to {world - 1}. ")
+    if len(set(members)) != len(members):
+        raise UnknownGroup(group=list(members), hint="A rank is there twice. ")
+    if me not in members:
+        raise NotInGroup(rank=me, ranks=list(members))
     for pg in _torch.all_groups():
-        if _torch.group_ranks(pg) == wanted:
+        if _torch.group_ranks(pg) == members:
             return pg.group_name
-    return _make(wanted).group_name
+    return _make(members).group_name
 
 
 def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -233,7 +233,7 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     could meet another call of the rank that came late.
     """
     world = dist.group.WORLD
-    failed = _not_made.setdefault(world, {})
+    failed = _failures.setdefault(world, {})
     if ranks in failed:
         message = f"the group {list(ranks)} was closed by an earlier error: {failed[ranks]}"
         raise GroupClosed(message=message)
@@ -243,7 +243,7 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     name = f"fcoll{list(ranks)}#{_times_made[ranks] + 1}"
     store = _torch.group_store(world)
     if store is not None and _torch.device_types(world):  # else it is a fake one
-        known, me = processes_of(world), ranks.index(dist.get_rank())
+        processes, me = processes_of(world), ranks.index(dist.get_rank())
         lobby = Lobby(
             store,
             me,
@@ -251,7 +251,7 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
             _torch.group_timeout_s(world),
             prefix=f"fcoll_new/{name}",
             names=[f"rank {r}" for r in ranks],
-            processes={i: known[r] for i, r in enumerate(ranks) if r in known},
+            processes={i: processes[r] for i, r in enumerate(ranks) if r in processes},
         )
         try:
             lobby.exchange("")

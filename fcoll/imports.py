@@ -32,21 +32,21 @@ def when_imported(name: str, act: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Finder(name, act))
 
 
-def before_import(wanted: Callable[[str], bool], act: Callable[[], object]) -> None:
-    """Call a function once, before the first import of a module whose name is wanted."""
-    sys.meta_path.insert(0, _Watch(wanted, act))
+def before_import(matches: Callable[[str], bool], act: Callable[[], object]) -> None:
+    """Call a function once, before the first import of a module whose name matches."""
+    sys.meta_path.insert(0, _Watch(matches, act))
 
 
 class _Watch(importlib.abc.MetaPathFinder):
     """Finds nothing; goes when it has acted."""
 
-    def __init__(self, wanted: Callable[[str], bool], act: Callable[[], object]) -> None:
-        self.wanted, self.act = wanted, act
+    def __init__(self, matches: Callable[[str], bool], act: Callable[[], object]) -> None:
+        self.matches, self.act = matches, act
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        if self in sys.meta_path and self.wanted(name):
+        if self in sys.meta_path and self.matches(name):
             sys.meta_path.remove(self)
             self.act()
 
@@ -132,10 +132,10 @@ def private(module: str, name: str = "", instead: Any = None) -> Any:
     fcoll.imports.MissingInTorch: torch 2.13.0 has no collections.DisorderedDict
     """
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for part in filter(None, name.split(".")):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     except (ImportError, AttributeError):
         return _Missing(f"{module}.{name}".rstrip(".")) if instead is None else instead
 
@@ -144,13 +144,13 @@ def private_names(module: str, *names: str) -> list[Any]:
     return [private(module, name) for name in names]
 
 
-def is_missing(found: Any) -> bool:
-    """Has this version of torch not the name that was asked for?"""
-    return isinstance(found, _Missing)
+def is_missing(value: Any) -> bool:
+    """Is it the stand-in for a name that this version of torch lacks?"""
+    return isinstance(value, _Missing)
 
 
 class _Missing:
-    """In the place of a name that is not there. Nothing is an instance of it."""
+    """Stands for a name that is not there. Nothing is an instance of it."""
 
     def __init__(self, path: str) -> None:
         self.__dict__["path"] = path
@@ -196,7 +196,7 @@ def say_what_is_missing(module: str) -> None:
 
 def _telling(fn: Any) -> Any:
     @functools.wraps(fn)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except (AttributeError, ImportError) as error:
@@ -205,7 +205,7 @@ def _telling(fn: Any) -> Any:
                 raise
             raise missing(path) from error
 
-    return told
+    return call
 
 
 def _name_in_torch(error: AttributeError | ImportError) -> str | None:

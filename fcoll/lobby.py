@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet before they have anything else in common: in its store.
+"""Rendezvous of the ranks of a group in its store, before they have anything else in common.
 
 Every rank puts up a card and waits for those of the others, so that whoever does not come is known
 by number, and whoever fails can say so to the rest. Cards carry a random number each: cards of an
@@ -121,7 +121,7 @@ class Lobby:
             return
 
     def present(self) -> dict[int, str]:
-        """What the other ranks that are here now have to say; for one that does not come itself."""
+        """The texts of the other ranks that are here now, for a rank that does not come itself."""
         if not self.store.check([self._key("someone")]):  # one question, however many ranks
             return {}
         return {r: card["text"] for r, card in self._others().items()}
@@ -136,9 +136,9 @@ class Lobby:
     def _until_heard(self) -> None:
         """Wait until those that are here have heard that this rank gave up, or are through."""
         self.leave()
-        left = [self._key(f"left/{card['nonce']}") for card in self._others().values()]
+        left_keys = [self._key(f"left/{card['nonce']}") for card in self._others().values()]
         until, nap = time.monotonic() + GOODBYE_S, FIRST_NAP_S
-        while left and not self.store.check(left) and time.monotonic() < until:
+        while left_keys and not self.store.check(left_keys) and time.monotonic() < until:
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP_S)
 
@@ -198,8 +198,8 @@ class Lobby:
     def _wait(
         self, missing: Callable[[bool], list[int]], ends: Callable[[], bool] = lambda: False
     ) -> None:
-        """Until nobody is missing, or the store ends and ``ends`` says that it may: the rank that
-        holds it is through, and so were all others."""
+        """Wait until nobody is missing, or the store ends and ``ends`` says that it may: the rank
+        that holds it is through, and so were all others."""
         try:
             self._poll(missing)
         except RuntimeError:
@@ -239,7 +239,7 @@ class Lobby:
                 raise Died(f"{self.names[r]} died; {me} waited for it to {self.purpose}", [r])
 
     def _without_store(self, error: RuntimeError) -> str:
-        """What is known when the store ends: whose process it was is not, mostly rank 0's."""
+        """The message when the store ends, whose process is unknown: mostly it is rank 0's."""
         me, them = self.names[self.rank], [r for r in self._missing if r != self.rank]
         others = ", ".join(self.names[r] for r in them) or "the others"
         return (
@@ -285,7 +285,7 @@ _processes_of: WeakKeyDictionary[Any, dict[int, Process]] = WeakKeyDictionary()
 
 
 def processes_of(world: Any) -> dict[int, Process]:
-    """Those known from all meetings in this world, by global rank."""
+    """The processes known from all meetings in this world, by global rank."""
     return _processes_of.setdefault(world, {})
 
 

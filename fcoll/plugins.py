@@ -1,4 +1,4 @@
-"""What fcoll looks up by name, when it is needed, instead of importing it.
+"""Plugins: what fcoll looks up by name when it is needed, instead of importing it.
 
 fcoll imports nothing that is built on it, and a stage nothing of a later one. What the compiler
 half adds to fcoll's own work, where it is installed, and later stages to earlier ones, is here.
@@ -23,13 +23,13 @@ PLUGINS = {
 
 
 def call(name: str) -> None:
-    """Call what an occasion calls for, if it is installed."""
-    if (found := plugin(name)) is not None:
-        found()
+    """Call the plugin of this name, if it is installed."""
+    if (act := plugin(name)) is not None:
+        act()
 
 
 @functools.cache
 def plugin(name: str) -> Any:
-    """What is called on an occasion, None if its package is not installed."""
+    """The object behind a plugin's name, None if its package is not installed."""
     package = PLUGINS[name].partition(".")[0]
     return pkgutil.resolve_name(PLUGINS[name]) if importlib.util.find_spec(package) else None

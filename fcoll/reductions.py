@@ -62,10 +62,10 @@ _REASON = {
 
 def reduction(op: str, reduce_op: str) -> Reduction:
     """The row of a reduce op; ``op`` is the collective, for the message."""
-    found = REDUCTIONS.get(reduce_op)
-    if found is None:
+    row = REDUCTIONS.get(reduce_op)
+    if row is None:
         raise UnknownReduceOp(op=op, reduce_op=reduce_op, known=known())
-    return found
+    return row
 
 
 def known() -> str:
@@ -74,7 +74,7 @@ def known() -> str:
 
 @_torch.at_trace_time
 def parse(op: str, reduce_op: str | dist.ReduceOp) -> str:
-    """What a user passes as a reduce op -> its name.
+    """The name of a reduce op that a user passes.
 
     >>> parse("all_reduce", "SUM"), parse("all_reduce", dist.ReduceOp.MAX)
     ('sum', 'max')

@@ -85,14 +85,14 @@ def is_own_or_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
 
 
-def _is_made(frame: FrameType) -> bool:
+def _is_generated_init(frame: FrameType) -> bool:
     """Is it the constructor that dataclasses wrote for a class of ours?"""
     code = frame.f_code
     return code.co_filename == "<string>" and code.co_name == "__init__"
 
 
 class _Part(threading.local):
-    """Of this thread: simulated ranks are threads, each in its own."""
+    """The part that each thread is in: simulated ranks are threads."""
 
     name = ""
 
@@ -144,18 +144,18 @@ def program_sites(stack: Iterable[Site]) -> Frames:
 
 def _outwards(frame: FrameType | None) -> Iterator[Site]:
     while frame is not None:
-        if not _is_made(frame):
+        if not _is_generated_init(frame):
             yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
 def sites_from(frame: FrameType | None) -> Frames:
-    """Those of the call that a frame is in."""
+    """The sites of the call that a frame is in."""
     return program_sites(_outwards(frame))
 
 
 def user_sites() -> Frames:
-    """Those of the call that is being run: see program_sites."""
+    """The sites of the call that is being run: see program_sites."""
     return program_sites(_outwards(sys._getframe(1)))
 
 
@@ -202,8 +202,8 @@ def show(*sites: Site) -> str:
 
 
 def _short(filename: str) -> str:
-    if found := _INSTALLED.match(filename):
-        return filename[found.end() :]
+    if match := _INSTALLED.match(filename):
+        return filename[match.end() :]
     below = os.path.relpath(filename) if os.path.isabs(filename) else filename
     return filename if below.startswith("..") else below
 
@@ -225,5 +225,5 @@ def site_of(line: str) -> Site | None:
     """
     filename, _, number = line.rpartition(":")
     paths = (os.path.join(folder, filename) for folder in ("", *sys.path))
-    found = next(filter(os.path.isfile, paths), None)
-    return (found, int(number)) if found and number.isdigit() else None
+    path = next(filter(os.path.isfile, paths), None)
+    return (path, int(number)) if path and number.isdigit() else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-# Is the group that is being made one that was asked for as gloo's?
+# Is the group that is being made requested as gloo's?
 for_gloo: ContextVar[bool] = ContextVar("for_gloo", default=False)
 
 
@@ -35,7 +35,7 @@ def stand_for(name: str, why: str) -> Callable[[], None]:
 
 
 def make(facts: Any, options: Any = None) -> Any:
-    """What torch calls for every group that is asked for by that name."""
+    """The creator that torch calls for every group of that backend."""
     from fcoll.transport import backend
 
     return backend.make(facts, options)

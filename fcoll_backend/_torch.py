@@ -18,8 +18,8 @@ from fcoll_backend import for_gloo
 
 log = logging.getLogger("fcoll")
 
-_in_force: dict[object, str] = {}  # what asked for it, of each serve_gloo() that is not undone
-_said: list[str] = []
+_in_force: dict[object, str] = {}  # the ``why`` of each serve_gloo() that is not undone
+_logged: list[str] = []
 
 
 def serve_gloo(why: str) -> Callable[[], None]:
@@ -46,36 +46,36 @@ _theirs = getattr(c10d, "_new_process_group_helper", None)
 def _helper(
     group_size: int, group_rank: int, ranks: Sequence[int], backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """torch's function of this place; groups keep the name that they were asked for by."""
+    """torch's function of this place; groups keep the backend's name that was passed."""
     assert _theirs is not None
-    asked = c10d.BackendConfig(c10d.Backend(backend))
-    ours = _with_fcoll(asked.get_device_backend_map())
+    config = c10d.BackendConfig(c10d.Backend(backend))
+    ours = _with_fcoll(config.get_device_backend_map())
     if ours is None:
         return _theirs(group_size, group_rank, ranks, backend, *args, **kwargs)
     before = for_gloo.set(True)
     try:
-        made = _theirs(group_size, group_rank, ranks, c10d.Backend(ours), *args, **kwargs)
+        result = _theirs(group_size, group_rank, ranks, c10d.Backend(ours), *args, **kwargs)
     finally:
         for_gloo.reset(before)
-    group, world = made[0], c10d._world
+    group, world = result[0], c10d._world
     if group not in world.pg_map or world.pg_map[group][0] != ours:  # of other ranks, or an old one
-        return made
+        return result
     _name_as_gloo(group)
     world.pg_map[group] = backend, world.pg_map[group][1]
-    world.pg_backend_config[group] = str(asked)
-    if not _said and (ranks[group_rank] if ranks else group_rank) == 0:
-        _said.append(next(iter(_in_force.values())))
-        log.warning("gloo's groups of CPU tensors are made by fcoll: %s", _said[0])
-    return made
+    world.pg_backend_config[group] = str(config)
+    if not _logged and (ranks[group_rank] if ranks else group_rank) == 0:
+        _logged.append(next(iter(_in_force.values())))
+        log.warning("gloo's groups of CPU tensors are made by fcoll: %s", _logged[0])
+    return result
 
 
 def _name_as_gloo(group: Any) -> None:
     """A group of one rank is gloo's own: say so to torch, which asks by the type, too. Of others it
     would take the backend for a ProcessGroupGloo, unchecked (the logger of DDP)."""
     cpu, gloo = torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO
-    made = group._get_backend(cpu)
-    if group.name() in ("custom", "undefined") and isinstance(made, c10d.ProcessGroupGloo):
-        group._register_backend(cpu, gloo, made)
+    backend = group._get_backend(cpu)
+    if group.name() in ("custom", "undefined") and isinstance(backend, c10d.ProcessGroupGloo):
+        group._register_backend(cpu, gloo, backend)
         group._set_default_backend(gloo)
 
 

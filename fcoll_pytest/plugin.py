@@ -49,8 +49,8 @@ class World:
                 raise error.__cause__ from None
             from fcoll.ranks.isolation import singletons_hint
 
-            if told := singletons_hint():
-                error.add_note(told)
+            if hint := singletons_hint():
+                error.add_note(hint)
             raise
 
     def explore(self, fn: Callable[[int], Any], **options: Any) -> Any:
@@ -116,19 +116,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     on_processes = options.pop("processes", False)
     if on_processes and not processes.is_rank():
         if more := options.keys() - {"timeout", "backend"}:
-            told = f"{', '.join(sorted(more))}: of simulated ranks, not of processes=True"
-            pytest.fail(told, pytrace=False)
+            message = f"{', '.join(sorted(more))}: of simulated ranks, not of processes=True"
+            pytest.fail(message, pytrace=False)
         processes.run_on_processes(pyfuncitem, marker.args[0], **options)
         return True
     fn, names = pyfuncitem.obj, pyfuncitem._fixtureinfo.argnames
-    given = {name: pyfuncitem.funcargs[name] for name in names}
+    fixtures = {name: pyfuncitem.funcargs[name] for name in names}
 
     def body(rank: int) -> Any:
-        mine = {k: rank if isinstance(v, _EachRanks) else v for k, v in given.items()}
-        made = fn(**mine)
-        if inspect.iscoroutine(made):  # of an async def, which would pass without having run
-            return asyncio.run(made)
-        return made
+        mine = {k: rank if isinstance(v, _EachRanks) else v for k, v in fixtures.items()}
+        result = fn(**mine)
+        if inspect.iscoroutine(result):  # of an async def, which would pass without having run
+            return asyncio.run(result)
+        return result
 
     if on_processes:
         processes.run_body(body)

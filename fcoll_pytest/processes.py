@@ -30,8 +30,8 @@ def run_on_processes(
     item: pytest.Function, n: int, timeout: float = 300.0, backend: str = "gloo"
 ) -> None:
     """Run a test on each of n processes; fail with the reports of the ranks that did."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         (folder / "backend").write_text(backend)
         shared = _variables(n, folder)
         ranks = [_start(item, folder, shared, rank) for rank in range(n)]
@@ -43,11 +43,11 @@ def run_on_processes(
                 process.kill()
                 process.wait()
         limit = None if in_time else timeout
-        told = [_told(folder, rank, code, limit) for rank, code in enumerate(codes)]
+        failures = [_failure(folder, rank, code, limit) for rank, code in enumerate(codes)]
         for rank in range(n):  # pytest shows it if the test fails
             print(f"rank {rank} printed:\n{_printed(folder, rank).partition(_SECTION)[0]}")
-        if any(told):
-            pytest.fail("\n\n".join(filter(None, told)), pytrace=False)
+        if any(failures):
+            pytest.fail("\n\n".join(filter(None, failures)), pytrace=False)
         for report in filter(None, (_report(folder, rank) for rank in range(n))):
             if report["outcome"] == "skipped":
                 pytest.skip(report["text"])
@@ -58,10 +58,10 @@ def _variables(n: int, folder: Path) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     ranks = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1"}
     mine = {"MASTER_PORT": port, "PYTEST_ADDOPTS": "", FOLDER: folder, **ranks}
-    return kept | {k: str(v) for k, v in mine.items()}
+    return inherited | {k: str(v) for k, v in mine.items()}
 
 
 def _start(item: pytest.Function, folder: Path, shared: dict[str, str], rank: int) -> Any:
@@ -103,7 +103,7 @@ def _report(folder: Path, rank: int) -> dict[str, str] | None:
         return None
 
 
-def _told(folder: Path, rank: int, code: int | None, limit: float | None) -> str:
+def _failure(folder: Path, rank: int, code: int | None, limit: float | None) -> str:
     """What went wrong on a rank; empty if nothing did, or if it was ended for another's failure.
     ``limit`` is the timeout, if that is over."""
     report = _report(folder, rank)
@@ -139,16 +139,16 @@ def run_body(body: Callable[[int], Any]) -> None:
 
     folder, rank, n = Path(os.environ[FOLDER]), int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(n)))
-    made = dist.init_process_group
+    init = dist.init_process_group
 
     def init_again(*args: Any, **kwargs: Any) -> None:
         patch.undo()
         dist.destroy_process_group()
-        made(*args, **kwargs)
+        init(*args, **kwargs)
 
     # by a file: the address that torchrun's variables have is the program's
     meet = f"file://{folder}/store"
-    made((folder / "backend").read_text(), init_method=meet, rank=rank, world_size=int(n))
+    init((folder / "backend").read_text(), init_method=meet, rank=rank, world_size=int(n))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", init_again)
         try:
@@ -159,10 +159,10 @@ def run_body(body: Callable[[int], Any]) -> None:
 
 
 def write_report(report: pytest.TestReport) -> None:
-    """Keep what pytest says of this rank's test: that of its call, or of a phase that failed."""
+    """Write pytest's report of this rank's test: of its call, or of a phase that failed."""
     if report.when != "call" and report.outcome == "passed":
         return
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-    told = {"outcome": report.outcome, "text": text.removeprefix("Skipped: ")}
+    content = {"outcome": report.outcome, "text": text.removeprefix("Skipped: ")}
     path = Path(os.environ[FOLDER], f"{os.environ['RANK']}.json")
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))

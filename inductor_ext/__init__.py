@@ -43,8 +43,8 @@ def __getattr__(name: str) -> Any:
     """Names that need Inductor, which takes a second to import, when they are first used."""
     if name not in _LAZY:
         raise AttributeError(f"module inductor_ext has no attribute {name}")
-    globals()[name] = found = pkgutil.resolve_name(_LAZY[name])
-    return found
+    globals()[name] = value = pkgutil.resolve_name(_LAZY[name])
+    return value
 
 
 def __dir__() -> list[str]:
@@ -64,8 +64,8 @@ def backend(
 
     chosen = {**(mode_options(mode) if mode else {}), **(options or {})}
     connect(graph)
-    made = compile_with_inductor(graph, inputs, patches(chosen))
-    return with_own_errors(made) if chosen.get("cpp_wrapper", inductor_config.cpp_wrapper) else made
+    run = compile_with_inductor(graph, inputs, patches(chosen))
+    return with_own_errors(run) if chosen.get("cpp_wrapper", inductor_config.cpp_wrapper) else run
 
 
 def install() -> None:

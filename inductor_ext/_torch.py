@@ -140,8 +140,8 @@ def symmetric_groups() -> list[str]:
 
 def comm_buffers_on_cpu(on: bool) -> None:
     """Have Inductor allocate its own comm buffers on CPU, too: by itself it writes "cuda"."""
-    made_here = _allocate_comm_buffer if on else _stock_allocate
-    _wrapper.AllocateLine._codegen_comm_buffer = made_here  # type: ignore[method-assign]
+    allocate = _allocate_comm_buffer if on else _stock_allocate
+    _wrapper.AllocateLine._codegen_comm_buffer = allocate  # type: ignore[method-assign]
     _symm_mem.is_symm_mem_enabled_for_group = _is_enabled if on else _stock_enabled  # type: ignore[assignment]
 
 
@@ -209,9 +209,9 @@ def needs(operation: str, buffer: str) -> None:
 def _with_needs(compute: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(compute)
     def compute_dependencies(scheduler: Any) -> None:
-        found = vars(V.graph).get("fcoll_needs", {})
-        for node in scheduler.nodes if found else ():
-            for buffer in sorted(found.get(node.get_name(), ())):
+        extra_deps = vars(V.graph).get("fcoll_needs", {})
+        for node in scheduler.nodes if extra_deps else ():
+            for buffer in sorted(extra_deps.get(node.get_name(), ())):
                 node.add_fake_dep(StarDep(buffer))
         compute(scheduler)
 
@@ -225,7 +225,7 @@ if not is_missing(_Scheduler):
 
 
 def bytes_of(buffer: Any) -> int:
-    """Of a buffer of the graph that is being lowered; by the sizes of the trace."""
+    """The size of a buffer of the graph that is being lowered, by the sizes of the trace."""
     count = V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0)
     return int(count) * buffer.get_dtype().itemsize
 

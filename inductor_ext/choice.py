@@ -65,7 +65,7 @@ def calls_of(node: Node) -> tuple[str, ...]:
 
 
 def facts_without_choice(node: Node) -> dict[str, Any]:
-    """What is known of a node, for another node that replaces it."""
+    """The meta of a node but for its choice, for another node that replaces it."""
     return {key: fact for key, fact in node.meta.items() if key != _KEY}
 
 

@@ -59,7 +59,7 @@ def _issued(module: torch.fx.GraphModule, within: str = "") -> Iterator[tuple[Is
 
 
 def _how(node: torch.fx.Node) -> str:
-    """Of a collective on shared memory: ranks that read in place meet no others. And which of the
+    """Form and number of a collective: ranks that read in place meet no others. And which of the
     program's calls it makes, since passes leave some out, merge and move them."""
     choice = choice_of(node) or Choice()
     in_place = "read in place, " if choice.form in ("fused", "split", "opaque") else ""
@@ -67,7 +67,7 @@ def _how(node: torch.fx.Node) -> str:
 
 
 class Runs:
-    """Of a graph: generated code calls it when a run begins."""
+    """The runs of a graph: generated code calls it when one begins."""
 
     def __init__(self, card: str) -> None:
         self.card = card
@@ -90,7 +90,7 @@ class Runs:
         for group in sorted(groups, key=lambda g: (g.ranks, g.name)):
             compare(group, by_group[group.name], settings)
         self.groups = [group.name for group in groups if compared(group)]
-        self.begun = [known for group in groups if (known := compared(group))]
+        self.begun = [history for group in groups if (history := compared(group))]
         if self.groups:
             watch.start()
 
@@ -119,7 +119,7 @@ def _op(card: str) -> torch.Tensor:
 
 
 def with_own_errors(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a graph in C++, which makes a RuntimeError of all that an op raises: the error itself."""
+    """Raise the error of an op itself, of which a graph in C++ makes a RuntimeError."""
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:

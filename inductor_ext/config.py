@@ -113,7 +113,7 @@ class Config:
         return _limit(self.cuda_one_shot_bytes, n), _limit(self.cuda_two_shot_bytes, n)
 
     def key(self) -> str | None:
-        """All of it that decides what is generated, for caches; None if that cannot be said."""
+        """The settings that decide what is generated, for caches; None if that is unknown."""
         from inductor_ext import graph_prices
         from inductor_ext.lower.cuda import enabled_groups
 
@@ -141,9 +141,9 @@ class Config:
 
 def _check(name: str, value: Any) -> None:
     """Raise unless there is such a setting, and the value is one of those it may have."""
-    known = [f.name for f in fields(Config)]
-    if name not in (*known, "overlap"):
-        raise UnknownSetting(name=name, known=", ".join(known))
+    names = [f.name for f in fields(Config)]
+    if name not in (*names, "overlap"):
+        raise UnknownSetting(name=name, known=", ".join(names))
     if name == "form" and value not in FORMS:
         raise UnknownForm(form=value, known=", ".join(FORMS))
     if name == "schedule" and value is not None:
@@ -158,8 +158,8 @@ def _check(name: str, value: Any) -> None:
 
 def _limit(sizes: dict[int, int], n: int) -> int:
     """The size of n ranks: that of the largest number of ranks in the table up to n."""
-    known = [size for ranks, size in sorted(sizes.items()) if ranks <= n]
-    return known[-1] if known else 0
+    limits = [size for ranks, size in sorted(sizes.items()) if ranks <= n]
+    return limits[-1] if limits else 0
 
 
 config = Config()

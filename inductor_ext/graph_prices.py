@@ -1,4 +1,4 @@
-"""What collectives and compute take where a compiled graph runs, for the scheduler.
+"""Prices of the collectives and the compute of a compiled graph, for the scheduler.
 
 All ranks of a group must find the same prices, or their plans differ. They come from files and
 settings, nothing is measured at compile time: the machine that ``fcoll calibrate`` measured, else
@@ -32,9 +32,9 @@ def machine_for(devices: Iterable[torch.device]) -> Machine:
 
 def network() -> Machine:
     """Whose prices collectives have that a process group carries on CPU tensors."""
-    given = config.network if config.network is not None else config.machine
-    if given is not None:
-        return Machine.of(given)
+    machine = config.network if config.network is not None else config.machine
+    if machine is not None:
+        return Machine.of(machine)
     return _read("local-gloo" if _is_measured("local-gloo") else "cpu-gloo")
 
 

@@ -1,4 +1,4 @@
-"""The passes and lowerings, in and out of Inductor."""
+"""Install the passes and lowerings in Inductor, and remove them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo ``install``: what is compiled from now on is stock Inductor's again."""
-    left = [p for p in _as_list(getattr(inductor_config, _HOOK)) if p is not _passes]
-    setattr(inductor_config, _HOOK, left or None)
+    others = [p for p in _as_list(getattr(inductor_config, _HOOK)) if p is not _passes]
+    setattr(inductor_config, _HOOK, others or None)
     before_every_compile(None)
     registry.unregister()
 
@@ -83,7 +83,7 @@ def _group_names(graph: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _group_name(node: torch.fx.Node) -> Any:
-    """What a call of a collective has as its group: in Dynamo's graphs a name, or another node."""
+    """The group argument of a collective's node: in Dynamo's graphs a name, or another node."""
     row = row_of_node(node)
     if row is None:
         return None

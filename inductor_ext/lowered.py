@@ -1,4 +1,4 @@
-"""What was made of the collectives of the graphs that are loaded in this process.
+"""Report of the compiled graphs that are loaded in this process: the form of each collective.
 
 Every collective writes a line about itself into the code that is generated for it, so that a graph
 from a cache can be asked as well as one that was compiled just now.
@@ -43,7 +43,7 @@ class Lowered:
 
 
 def note(node: torch.fx.Node) -> str:
-    """What the code that is generated for a collective says of it, in a comment."""
+    """The comment on a collective in its generated code."""
     row, choice = row_of(node.target), choice_of(node) or Choice()
     x = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else torch.empty(0)
     size = x.numel() * x.element_size()
@@ -74,15 +74,15 @@ def report() -> list[Lowered]:
 @functools.cache
 def _entries(file: Path, written_ns: int) -> tuple[Lowered, ...]:
     lines = [line.strip() for line in file.read_text().splitlines()]
-    found = []
+    entries = []
     for i, line in enumerate(lines):
         _, mark, facts_json = line.partition(_MARK)
         if mark and line.startswith(("#", "//")):
             facts = json.loads(facts_json)
             facts["shape"] = tuple(facts["shape"])
             facts.update(kernel=_reader(lines[i:]), code=str(file))
-            found.append(Lowered(**facts))
-    return tuple(found)
+            entries.append(Lowered(**facts))
+    return tuple(entries)
 
 
 def _reader(lines: list[str]) -> str:
@@ -93,10 +93,10 @@ def _reader(lines: list[str]) -> str:
     whole = assigned[1]
     if assigned[2] == "announce":
         of_token = re.compile(rf"(\w+) = .*collect(?:\.default)?\({whole}\b")
-        taken = next((m[1] for m in map(of_token.match, lines) if m), None)
-        if taken is None:
+        collected = next((m[1] for m in map(of_token.match, lines) if m), None)
+        if collected is None:
             return ""
-        whole = taken
+        whole = collected
     parts = [m[1] for line in lines if (m := re.match(rf"(\w+) = {whole}\[\d+\]", line))]
     uses = re.compile(rf"(\w*fused\w*)\(.*\b({'|'.join(parts)})\b") if parts else None
     return next((m[1] for line in lines if uses and (m := uses.match(line))), "")

@@ -27,9 +27,9 @@ def calibrate_one_shot(ranks: int = 2) -> int:
     The limit is the size up to which one-shot wins at every size; 0 if it never does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        launch(_measure, str(found), world_size=ranks)
-        times = json.loads(found.read_text())
+        file = Path(folder) / "times.json"
+        launch(_measure, str(file), world_size=ranks)
+        times = json.loads(file.read_text())
     limit = 0
     for size, (in_place, kernel) in zip(SIZES, times, strict=True):
         if in_place > kernel:

@@ -1,4 +1,4 @@
-"""What the lowerings of one graph tell one another while Inductor lowers it."""
+"""State that the lowerings of one graph share while Inductor lowers it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lowering:
     ordered: bool = False
     #: The last start or wait, and how many operations there were when it had its place.
     last_held: str | None = None
-    held: int = 0
+    held_at: int = 0
 
 
 def current() -> Lowering:
@@ -55,11 +55,11 @@ def regions_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lower)
     def lower_in_order(*args: Any, **kwargs: Any) -> Any:
         before = len(V.graph.operations)
-        made = lower(*args, **kwargs)
+        result = lower(*args, **kwargs)
         for operation in filter(region_communicates, V.graph.operations[before:]):
             operation.has_side_effects = lambda: True
             in_order(operation)
-        return made
+        return result
 
     return lower_in_order
 

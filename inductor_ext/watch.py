@@ -1,4 +1,4 @@
-"""Beside a compiled graph that is stuck: do other ranks wait for this one to compare a new graph?
+"""Watchdog of compiled graphs that are stuck: do other ranks wait to compare a new graph?
 
 Ranks compare a graph when it first runs (comparison.py). One that comes with a new graph, while
 this rank runs one on which all agreed, waits for this rank, and this rank waits for it inside a
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 def _watch() -> None:
-    told: set[str] = set()
+    logged: set[str] = set()
     while True:
         time.sleep(LOOK_S)
         now = time.monotonic()
@@ -58,7 +58,7 @@ def _watch() -> None:
         running = {thread: (runs, what) for thread, runs, what in _running()} if old else {}
         for thread, at in old.items():
             if thread in running:
-                _tell(*running[thread], told)
+                _tell(*running[thread], logged)
             elif begun.get(thread) == at:
                 del begun[thread]  # it has ended
 
@@ -66,9 +66,9 @@ def _watch() -> None:
 def _running() -> Iterator[tuple[int, Any, str]]:
     """(thread, graph, where it is) of those that run now."""
     for thread, frame in sys._current_frames().items():
-        found = _graph_in(frame)
-        if found is not None:
-            yield thread, *found
+        run = _graph_in(frame)
+        if run is not None:
+            yield thread, *run
         elif (runs := in_cpp.get(thread)) is not None:
             yield thread, runs, ""
 
@@ -81,19 +81,19 @@ def _graph_in(frame: FrameType | None) -> tuple[Any, str] | None:
     return None
 
 
-def _tell(runs: Any, what: str, told: set[str]) -> None:
+def _tell(runs: Any, what: str, logged: set[str]) -> None:
     by_group, _ = runs.calls()
     for name in runs.groups:
         first = by_group[name][0][1]
         begins = "a graph that was agreed on before, which begins with"
         try:
             group = by_name(name)
-            said = turn_away(group, f"{begins} {first}" + (f", and is at {what}" if what else ""))
+            text = turn_away(group, f"{begins} {first}" + (f", and is at {what}" if what else ""))
         except (RuntimeError, FcollError):  # the group or its store is gone: so is the run, soon
             continue
-        if said and said not in told:
-            told.add(said)
-            log.error("%s. They wait for each other.", said)
+        if text and text not in logged:
+            logged.add(text)
+            log.error("%s. They wait for each other.", text)
 
 
 _NOTE = re.compile(r"\s*(?:#|//) fcoll: (\{.*)")
@@ -115,11 +115,11 @@ def call_at(lines: list[str], number: int) -> str:
 
 
 def _note_before(lines: list[str], i: int) -> dict[str, Any] | None:
-    """Of a call: comments stand right before it."""
+    """The note on a call: in the comments right before it."""
     for line in reversed(lines[:i]):
         if not line.lstrip().startswith(("#", "//")):
             return None
-        if found := _NOTE.match(line):
-            facts: dict[str, Any] = json.loads(found[1])
+        if match := _NOTE.match(line):
+            facts: dict[str, Any] = json.loads(match[1])
             return facts
     return None

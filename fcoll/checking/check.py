@@ -77,8 +77,8 @@ class Checked:
     def to_dict(self) -> dict[str, Any]:
         """The verdict for programs: what ``fcoll check --json`` prints."""
         proved = "all ranks" if self.all_ranks else "those traced"
-        found = {"ok": self.ok, "ranks_traced": list(self.ranks_traced), "proved_for": proved}
-        return found | {"notes": list(self.notes), "values": self.values, "text": str(self)}
+        verdict = {"ok": self.ok, "ranks_traced": list(self.ranks_traced), "proved_for": proved}
+        return verdict | {"notes": list(self.notes), "values": self.values, "text": str(self)}
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -91,8 +91,8 @@ class Checked:
         match = (
             f"{self.calls} collectives on {groups} match, every send meets its receive, no deadlock"
         )
-        told = match if self.calls else f"nothing to compare, no collectives: {why_none(self.mesh)}"
-        lines = [f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {told}"]
+        text = match if self.calls else f"nothing to compare, no collectives: {why_none(self.mesh)}"
+        lines = [f"{'ok' if self.ok else 'found'}: proved for {who}, of {mesh}: {text}"]
         if traced < world:
             lines.append(f"traced: {', '.join(map(str, self.ranks_traced))}; {self._others()}")
         if self.values:
@@ -200,11 +200,11 @@ def _proved(board: Board, ranks: Iterable[int] | str | None, size: int, tell: Pr
 
 
 def _all_ways(board: Board, prove: Callable[[], _Way]) -> tuple[list[_Way], list[str]]:
-    """What is proved with each answer to the decisions that all ranks take alike, by values that
+    """The proofs with each answer to the decisions that all ranks take alike, by values that
     they share, where what they issue depends on them; and notes on these decisions."""
     ways: list[_Way] = []
     lines: dict[str, str] = {}  # of the decisions, by digest
-    left: DataDependent | None = None  # the first that was not followed
+    excess: DataDependent | None = None  # the first that was not followed
     todo: list[dict[str, bool]] = [{}]
     while todo:
         board.agreed = answers = todo.pop(0)
@@ -214,7 +214,7 @@ def _all_ways(board: Board, prove: Callable[[], _Way]) -> tuple[list[_Way], list
             if error.shared is None:
                 raise
             if len(answers) == MOST_SHARED:
-                left = left or error
+                excess = excess or error
                 continue
             lines[error.shared] = error.line
             todo += [{**answers, error.shared: answer} for answer in (False, True)]
@@ -224,16 +224,16 @@ def _all_ways(board: Board, prove: Callable[[], _Way]) -> tuple[list[_Way], list
                     f"where the value at {lines[digest]}, which ranks share, is {answer}"
                 )
             raise
-    if left is not None and not ways:
-        raise left
-    return ways, [*_on_decisions(dict.fromkeys(lines.values()), left)]
+    if excess is not None and not ways:
+        raise excess
+    return ways, [*_on_decisions(dict.fromkeys(lines.values()), excess)]
 
 
-def _on_decisions(lines: Iterable[str], left: DataDependent | None) -> Iterator[str]:
+def _on_decisions(lines: Iterable[str], excess: DataDependent | None) -> Iterator[str]:
     for line in lines:
         yield f"{line} decides by a value that all ranks share: proved for both ways"
-    if left is not None:
-        yield f"not followed: runs with more than {MOST_SHARED} such decisions, as at {left.line}"
+    if excess is not None:
+        yield f"not followed: runs with more than {MOST_SHARED} such decisions, as at {excess.line}"
 
 
 def _traced(
@@ -283,7 +283,7 @@ def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, Program], bool]:
 
 
 def _order(program: Program) -> tuple[Any, ...]:
-    """In what order a rank meets others: if it is all ranks' order, nobody waits in a circle."""
+    """The order of a rank's calls: if all ranks have the same, nobody waits in a circle."""
     calls = tuple(
         (kind, program.calls[i].group) if not program.calls[i].row.is_p2p else (kind, i, "message")
         for kind, i in program.events
@@ -297,14 +297,13 @@ def _order(program: Program) -> tuple[Any, ...]:
 
 def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
     try:
-        with board.traced(rank, alike) as made:
-            traced = made
+        with board.traced(rank, alike) as traced:
+            calls = traced.collectives
     except FcollError as error:
         error.rank = rank
         error.add_note(f"while tracing rank {rank} of {dict(board.axes)}")
         raise
     assert traced.graph_module is not None
-    calls = traced.collectives
     if board.sizes:
         calls = tuple(with_sizes(call, traced.taken) for call in calls)
     read = any(has_symbols((call.shapes, call.args)) for call in calls)

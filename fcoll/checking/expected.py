@@ -1,4 +1,4 @@
-"""Which call a program has at a place in a run: its trace, laid against the calls before."""
+"""The call that a program has at a place of a run: its trace, aligned with the calls before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 class ProgramCalls:
-    """The calls of a program, rank by rank; a rank is traced when it is first asked for."""
+    """The calls of a program, rank by rank; a rank is traced when first needed."""
 
     def __init__(self, build: Build, mesh: Mapping[str, int]) -> None:
         if not mesh:
@@ -26,17 +26,17 @@ class ProgramCalls:
 
     def of(
         self,
-        asked: Iterable[tuple[int, RecordedGroup, int]],
-        found: Mapping[int, Dump],
+        places: Iterable[tuple[int, RecordedGroup, int]],
+        dumps: Mapping[int, Dump],
         notes: list[str],
     ) -> Iterator[tuple[int, Issued]]:
         """The call of each rank that has that number on that group, where the trace tells."""
-        for rank, group, number in asked:
+        for rank, group, number in places:
             if rank >= self.size:
                 notes.append(f"rank {rank} is not in the mesh")
                 continue
             step = [c for c in self._calls(rank) if set(c.ranks) == set(group.ranks)]
-            calls = found[rank].on(group)
+            calls = dumps[rank].on(group)
             before = [calls[i] for i in sorted(calls) if i < number]
             if (call := following(step, before)) is not None:
                 yield rank, call
@@ -45,8 +45,8 @@ class ProgramCalls:
 
     def _calls(self, rank: int) -> tuple[Issued, ...]:
         if rank not in self.traced:
-            with self.board.traced(rank) as made:
-                self.traced[rank] = tuple(c for c in made.collectives if not c.row.is_p2p)
+            with self.board.traced(rank) as trace:
+                self.traced[rank] = tuple(c for c in trace.collectives if not c.row.is_p2p)
         return self.traced[rank]
 
 
@@ -67,12 +67,12 @@ def following(step: list[Issued], before: list[Recorded]) -> Issued | None:
     return step[places[0]] if not before or matches(places[0]) else None
 
 
-def _alike(made: Recorded, traced: Issued) -> bool:
+def _alike(recorded: Recorded, traced: Issued) -> bool:
     """c10d's ranks agree on the number of elements, not on shapes."""
-    if made.row.rstrip("_") != traced.op.rstrip("_"):
+    if recorded.row.rstrip("_") != traced.op.rstrip("_"):
         return False
-    if not traced.shapes or made.numel is None:
+    if not traced.shapes or recorded.numel is None:
         return True
     sizes = traced.shapes[0]
-    known = all(isinstance(size, int) for size in sizes)
-    return made.dtype == traced.dtypes[0] and (not known or prod(sizes) == made.numel)
+    is_known = all(isinstance(size, int) for size in sizes)
+    return recorded.dtype == traced.dtypes[0] and (not is_known or prod(sizes) == recorded.numel)

@@ -73,8 +73,8 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """For programs: what ``fcoll why --json`` prints."""
         expected = [{"rank": rank, "call": describe(call)} for rank, call in self.expected]
-        found = asdict(replace(self, expected=()))
-        return {"ok": self.ok, **found, "expected": expected, "text": str(self)}
+        fields = asdict(replace(self, expected=()))
+        return {"ok": self.ok, **fields, "expected": expected, "text": str(self)}
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -119,52 +119,52 @@ def why(
     >>> fcoll.why(path).ok
     True
     """
-    found = read(dumps)
-    differing = _first_differing(found)
-    waiting = list(_waiting(found))
-    told = (*differing, *(w.call for w in waiting if w.missing))
-    waiting = [w for w in waiting if w.missing or not _same_place(w.call, told)]
+    records = read(dumps)
+    differing = _first_differing(records)
+    waiting = list(_waiting(records))
+    reported = (*differing, *(w.call for w in waiting if w.missing))
+    waiting = [w for w in waiting if w.missing or not _same_place(w.call, reported)]
     waiting.sort(key=lambda w: (w.call.time_ns, w.call.rank))
     collectives = [w for w in waiting if w.call.peer is None]
     place = differing or tuple(w.call for w in collectives[:1])
-    other_lines = _first_from_other_lines(found, place[0]) if place else ()
-    absent = tuple(_absent(found, waiting))
-    notes = list(_without_dump(found))
+    other_lines = _first_from_other_lines(records, place[0]) if place else ()
+    absent = tuple(_absent(records, waiting))
+    notes = list(_without_dump(records))
     expected: tuple[tuple[int, Issued], ...] = ()
     if build is not None and place:
-        asked = _asked(found, place, collectives, differing)
-        expected = tuple(ProgramCalls(build, mesh or {}).of(asked, found, notes))
+        places = _expected_places(records, place, collectives, differing)
+        expected = tuple(ProgramCalls(build, mesh or {}).of(places, records, notes))
     return Diagnosis(
-        ranks=tuple(found),
+        ranks=tuple(records),
         waiting=tuple(waiting),
         absent=absent,
         circle=_circle(waiting),
         differing=differing,
         other_lines=other_lines,
         expected=expected,
-        errors={rank: dump.error for rank, dump in found.items() if dump.error},
+        errors={rank: dump.error for rank, dump in records.items() if dump.error},
         notes=tuple(notes),
     )
 
 
-def _without_dump(found: Mapping[int, Dump]) -> Iterator[str]:
-    known = {rank for dump in found.values() for group in dump.groups for rank in group.ranks}
-    if missing := sorted(known - set(found)):
+def _without_dump(dumps: Mapping[int, Dump]) -> Iterator[str]:
+    members = {rank for dump in dumps.values() for group in dump.groups for rank in group.ranks}
+    if missing := sorted(members - set(dumps)):
         yield f"no dump of {_ranks(missing)}"
 
 
 # -- who waits ---
 
 
-def _waiting(found: Mapping[int, Dump]) -> Iterator[Waiting]:
-    """Of each rank and group the first call that is not complete."""
-    for dump in found.values():
+def _waiting(dumps: Mapping[int, Dump]) -> Iterator[Waiting]:
+    """The first call that is not complete, of each rank on each group."""
+    for dump in dumps.values():
         for group in dump.groups:
             call = next((c for c in dump.on(group).values() if not c.complete), None)
             if call is None:
                 continue
             others = [r for r in group.ranks if r != dump.rank]
-            missing = [r for r in others if _last(found, r, group, dump.time_ns) < call.number]
+            missing = [r for r in others if _last(dumps, r, group, dump.time_ns) < call.number]
             yield Waiting(call, tuple(missing), _seconds(dump, call))
         for message in dump.messages:
             if not message.complete:
@@ -177,20 +177,20 @@ def _seconds(dump: Dump, call: Recorded) -> float | None:
     return (dump.time_ns - call.time_ns) / 1e9 if dump.time_ns else None
 
 
-def _last(found: Mapping[int, Dump], rank: int, group: RecordedGroup, until_ns: int | None) -> int:
+def _last(dumps: Mapping[int, Dump], rank: int, group: RecordedGroup, until_ns: int | None) -> int:
     """The last call that a rank had made by then: it may have come when others had given up."""
-    calls = found[rank].on(group).values() if rank in found else ()
+    calls = dumps[rank].on(group).values() if rank in dumps else ()
     return max((c.number for c in calls if until_ns is None or c.time_ns <= until_ns), default=0)
 
 
-def _absent(found: Mapping[int, Dump], waiting: list[Waiting]) -> Iterator[Absentee]:
+def _absent(dumps: Mapping[int, Dump], waiting: list[Waiting]) -> Iterator[Absentee]:
     busy = {w.call.rank for w in waiting if w.missing}
     missed = {rank: w.call for w in reversed(waiting) for rank in w.missing}
     for rank, call in sorted(missed.items()):
-        if rank in busy or rank not in found:
+        if rank in busy or rank not in dumps:
             continue
-        calls = found[rank].on(call.group)
-        yield Absentee(rank, found[rank].line, calls[max(calls)] if calls else None, call)
+        calls = dumps[rank].on(call.group)
+        yield Absentee(rank, dumps[rank].line, calls[max(calls)] if calls else None, call)
 
 
 def _circle(waiting: Iterable[Waiting]) -> tuple[int, ...]:
@@ -214,18 +214,18 @@ def _circle(waiting: Iterable[Waiting]) -> tuple[int, ...]:
 # -- where they parted ---
 
 
-def _by_number(found: Mapping[int, Dump]) -> dict[RecordedGroup, dict[int, list[Recorded]]]:
+def _by_number(dumps: Mapping[int, Dump]) -> dict[RecordedGroup, dict[int, list[Recorded]]]:
     calls: dict[RecordedGroup, dict[int, list[Recorded]]] = defaultdict(lambda: defaultdict(list))
-    for dump in found.values():
+    for dump in dumps.values():
         for call in dump.calls:
             calls[call.group][call.number].append(call)
     return calls
 
 
-def _first_differing(found: Mapping[int, Dump]) -> tuple[Recorded, ...]:
+def _first_differing(dumps: Mapping[int, Dump]) -> tuple[Recorded, ...]:
     """On all groups the first in time."""
     first: list[tuple[Recorded, ...]] = []
-    for numbers in _by_number(found).values():
+    for numbers in _by_number(dumps).values():
         for _, calls in sorted(numbers.items()):
             if len({call.key for call in calls}) > 1:
                 first.append(tuple(calls))
@@ -237,30 +237,30 @@ def _same_place(call: Recorded, calls: tuple[Recorded, ...]) -> bool:
     return any((call.group, call.number) == (c.group, c.number) for c in calls)
 
 
-def _first_from_other_lines(found: Mapping[int, Dump], until: Recorded) -> tuple[Recorded, ...]:
+def _first_from_other_lines(dumps: Mapping[int, Dump], until: Recorded) -> tuple[Recorded, ...]:
     """Before that call, on its group: ranks may have lost step and go on making equal calls."""
-    for number, calls in sorted(_by_number(found)[until.group].items()):
+    for number, calls in sorted(_by_number(dumps)[until.group].items()):
         lines = {call.line for call in calls if call.line}
         if number < until.number and len(lines) > 1:
             return tuple(calls)
     return ()
 
 
-def _asked(
-    found: Mapping[int, Dump],
+def _expected_places(
+    dumps: Mapping[int, Dump],
     place: tuple[Recorded, ...],
     waiting: Iterable[Waiting],
     differing: tuple[Recorded, ...],
 ) -> list[tuple[int, RecordedGroup, int]]:
-    """Of which ranks the expected call is asked, and where: those with different calls, one of
-    each, or the one that waits and those that it waits for."""
+    """(rank, group, number) of the calls to compare with the program: of ranks with different calls
+    one of each kind, or the one that waits and one that it waits for."""
     group, number = place[0].group, place[0].number
     if differing:
         ranks = list({call.key: call.rank for call in reversed(differing)}.values())
     else:
         first = next(iter(waiting))
         ranks = [first.call.rank, *first.missing[:1]]
-    return [(rank, group, number) for rank in sorted(ranks) if rank in found]
+    return [(rank, group, number) for rank in sorted(ranks) if rank in dumps]
 
 
 # -- text ---

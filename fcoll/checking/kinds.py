@@ -45,36 +45,36 @@ def find_kinds(
 ) -> Kinds:
     """Trace ranks until all are known, or for as long as patience lasts."""
     world = Alike(board.axes, 0)
-    found = Kinds(dict(board.axes), {}, numpy.full(world.size, -1))
+    kinds = Kinds(dict(board.axes), {}, numpy.full(world.size, -1))
     begin = time.perf_counter()
     while True:
-        following = _next(found)
-        tired = len(found.traced) >= FEW and time.perf_counter() - begin > PATIENCE_S
+        following = _next(kinds)
+        tired = len(kinds.traced) >= FEW and time.perf_counter() - begin > PATIENCE_S
         if following is None or tired:
-            return found
+            return kinds
         alike = Alike(board.axes, following)
         try:
-            found.traced[following] = program(board, following, alike)
-        except Exception:  # it may be that it takes no Number for a rank: with an int it is told
-            found.traced[following] = program(board, following, None)
+            kinds.traced[following] = program(board, following, alike)
+        except Exception:  # perhaps it takes no Number for a rank: if not, an int raises it again
+            kinds.traced[following] = program(board, following, None)
             alike.only_me()
-        fresh = alike.same & (found.of < 0)
+        fresh = alike.same & (kinds.of < 0)
         fresh[following] = True
-        found.of[fresh] = following
-        progress(len(found.traced), len(found.traced) + bool(found.unknown))
+        kinds.of[fresh] = following
+        progress(len(kinds.traced), len(kinds.traced) + bool(kinds.unknown))
 
 
-def _next(found: Kinds) -> int | None:
+def _next(kinds: Kinds) -> int | None:
     """The next rank to trace: one that is not known, or of those that meet other kinds than the
     traced one they are like."""
-    if found.unknown:
-        return found.unknown[0]
-    colours = told_apart(together([found.of]), found.axes)
-    seen = {colours[rank] for rank in found.traced}
-    rest = [rank for rank, colour in _firsts(colours) if colour not in seen]
+    if kinds.unknown:
+        return kinds.unknown[0]
+    colours = told_apart(together([kinds.of]), kinds.axes)
+    traced_colours = {colours[rank] for rank in kinds.traced}
+    rest = [rank for rank, colour in _firsts(colours) if colour not in traced_colours]
     if not rest:
         return None
-    found.of[colours == colours[rest[0]]] = -1
+    kinds.of[colours == colours[rest[0]]] = -1
     return rest[0]
 
 
@@ -83,21 +83,21 @@ def _firsts(colours: Any) -> Iterator[tuple[int, Any]]:
     yield from zip(firsts.tolist(), values.tolist(), strict=True)
 
 
-def witnesses(found: Kinds) -> dict[int, Program]:
+def witnesses(kinds: Kinds) -> dict[int, Program]:
     """Programs of ranks that meet: of every kind and axis a rank of each kind in its group, and all
     that they send messages to."""
-    world = Alike(found.axes, 0)
-    todo = list(found.traced)
+    world = Alike(kinds.axes, 0)
+    todo = list(kinds.traced)
     chosen: dict[int, Program] = {}
-    for rank in found.traced:
-        for axis, n in found.axes.items():
+    for rank in kinds.traced:
+        for axis, n in kinds.axes.items():
             members = world.member(axis, numpy.arange(n)[:, None])[:, rank]
-            firsts = {int(found.of[m]): int(m) for m in reversed(members.tolist())}
+            firsts = {int(kinds.of[m]): int(m) for m in reversed(members.tolist())}
             todo += [m for kind, m in firsts.items() if kind >= 0]
     while todo:
         rank = todo.pop()
-        if rank not in chosen and found.of[rank] >= 0:
-            chosen[rank] = moved(found.traced[int(found.of[rank])], rank, world)
+        if rank not in chosen and kinds.of[rank] >= 0:
+            chosen[rank] = moved(kinds.traced[int(kinds.of[rank])], rank, world)
             todo += chosen[rank].peers()
     return dict(sorted(chosen.items()))
 
@@ -123,8 +123,7 @@ def moved(program: Program, rank: int, world: Alike) -> Program:
             for ((ranks, i), k), terms in program.origins.sent.items()
         },
     )
-    made = program.new_groups
-    return Program(rank, calls, program.events, (), origins, new_groups=made)
+    return Program(rank, calls, program.events, (), origins, new_groups=program.new_groups)
 
 
 def _moved(term: Term, groups: dict[Any, Any], rank: int) -> Term:

@@ -18,13 +18,13 @@ from fcoll.tracing.fake_world import NewGroup
 def groups_meet(programs: dict[int, Program]) -> None:
     """Raise for the first group that a rank makes and another member does not, or of whose name
     another rank makes another group. A group of one rank meets nobody."""
-    made = {rank: dict(_names(rank, program.new_groups)) for rank, program in programs.items()}
-    for rank, groups in made.items():
+    by_rank = {rank: dict(_names(rank, program.new_groups)) for rank, program in programs.items()}
+    for rank, groups in by_rank.items():
         for name, group in groups.items():
             if rank not in group.ranks or len(group.ranks) == 1:
                 continue
-            for other in made:
-                theirs = made[other].get(name)
+            for other in by_rank:
+                theirs = by_rank[other].get(name)
                 if theirs is not None and theirs.ranks == group.ranks:
                     continue
                 if other in group.ranks or (theirs is not None and other in theirs.ranks):
@@ -48,10 +48,10 @@ def _raise(
     raise error
 
 
-def _names(rank: int, made: Sequence[NewGroup]) -> Iterator[tuple[Any, NewGroup]]:
+def _names(rank: int, new_groups: Sequence[NewGroup]) -> Iterator[tuple[Any, NewGroup]]:
     """The groups with what stands for their names."""
     calls = inside = 0
-    for group in made:
+    for group in new_groups:
         if group.local:
             yield ("local", group.ranks, inside), group
         else:

@@ -93,11 +93,11 @@ class Known:
         the two sizes and their ranks."""
         place = call.op, call.source, "known"
         if place not in self._notes:
-            lines = sorted({line for size, rank in ends for line in self._told_at(size, rank)})
-            told = f"the counts exchanged at {', '.join(lines)}"
-            self._notes[place] = f"proved: the rows of {call.op} at {call.source} match by {told}"
+            lines = sorted({line for size, rank in ends for line in self._lines_of(size, rank)})
+            counts = f"the counts exchanged at {', '.join(lines)}"
+            self._notes[place] = f"proved: the rows of {call.op} at {call.source} match by {counts}"
 
-    def _told_at(self, size: Any, rank: int) -> Iterator[str]:
+    def _lines_of(self, size: Any, rank: int) -> Iterator[str]:
         """The lines of the calls by which a size came from other ranks."""
         program = self.programs[rank]
         terms = [program.origins.symbols.get(str(s)) for s in size.free_symbols]
@@ -150,8 +150,8 @@ def _disagreements(calls: dict[int, Issued | None], known: Known) -> Iterator[tu
     """(a rank of the majority, one that differs from it, in what)."""
     signatures = {rank: signature(call, rank, known) for rank, call in calls.items()}
     usual = Counter(signatures.values()).most_common(1)[0][0]
-    ranks = {found: rank for rank, found in reversed(signatures.items())}  # the first with each
-    kinds = [usual, *(found for found in dict.fromkeys(signatures.values()) if found != usual)]
+    ranks = {kind: rank for rank, kind in reversed(signatures.items())}  # the first with each
+    kinds = [usual, *(kind for kind in dict.fromkeys(signatures.values()) if kind != usual)]
     for x, y in itertools.combinations(kinds, 2):
         a, b = ranks[x], ranks[y]
         if apart(x, y):
@@ -287,18 +287,18 @@ def _misfit(send: Transfer | None, receive: Transfer | None, known: Known) -> st
 def _raise_transfer(
     send: Transfer | None, receive: Transfer | None, common: Transfer | None, why: str
 ) -> None:
-    found = [t for t in (send, receive) if t is not None]
-    lines = [f"between ranks {found[0].me} and {found[0].peer}: {why}"]
-    lines += [f"  rank {t.me}: {describe(t.call)}" for t in found]
-    if len(found) == 1:
-        wanted = "irecv" if found[0].sends else "isend"
-        lines.append(f"  rank {found[0].peer}: has no {wanted} with tag {found[0].tag} for it")
+    ends = [t for t in (send, receive) if t is not None]
+    lines = [f"between ranks {ends[0].me} and {ends[0].peer}: {why}"]
+    lines += [f"  rank {t.me}: {describe(t.call)}" for t in ends]
+    if len(ends) == 1:
+        missing = "irecv" if ends[0].sends else "isend"
+        lines.append(f"  rank {ends[0].peer}: has no {missing} with tag {ends[0].tag} for it")
     lines.append(f"  last in common: {describe(common.call) if common else 'none'}")
     hint = "Every send needs a receive with the same tag, shape and dtype, in the same order."
     raise UnmatchedTransfer(
         message="\n".join([*lines, hint]),
-        ranks=(found[0].me, found[0].peer),
-        calls=tuple(t.call for t in found),
+        ranks=(ends[0].me, ends[0].peer),
+        calls=tuple(t.call for t in ends),
         last_common=common.call if common else None,
     )
 
@@ -308,18 +308,18 @@ def _raise_transfer(
 
 @dataclass(frozen=True)
 class _Turn:
-    """An event of a rank: what it says by coming to it, and which ranks must have said what, how
-    often, before it goes on."""
+    """An event of a rank: the signals that it gives by coming to it, and the signals that other
+    ranks must have given, how often, before it goes on: (ranks, signal, count)."""
 
     call: Issued
-    says: list[Any]
+    signals: list[Any]
     waits: list[tuple[tuple[int, ...], Any, int]]
 
 
 def _turns(program: Program) -> Iterator[_Turn]:
     """A collective holds a rank until all members are there, a message only where it is waited for,
     until the other side has started."""
-    said: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     messages: dict[int, list[Any]] = defaultdict(list)  # of a call: what its wait waits for
     for kind, id in program.events:
         call = program.calls[id]
@@ -328,13 +328,13 @@ def _turns(program: Program) -> Iterator[_Turn]:
         elif call.row.is_p2p:
             transfers = list(transfers_of(call, program.rank))
             for t in transfers:
-                said[t.sends, t.lane] += 1
-                messages[id].append(((t.peer,), (not t.sends, t.lane), said[t.sends, t.lane]))
+                counts[t.sends, t.lane] += 1
+                messages[id].append(((t.peer,), (not t.sends, t.lane), counts[t.sends, t.lane]))
             yield _Turn(call, [(t.sends, t.lane) for t in transfers], [])
         else:
             key = call.group_key
-            said[key] += 1
-            yield _Turn(call, [key], [(key[0], key, said[key])])
+            counts[key] += 1
+            yield _Turn(call, [key], [(key[0], key, counts[key])])
 
 
 class _Run:
@@ -343,18 +343,18 @@ class _Run:
     def __init__(self, programs: dict[int, Program]) -> None:
         self.turns = {rank: list(_turns(program)) for rank, program in programs.items()}
         self.at = dict.fromkeys(programs, 0)  # rank -> its turn
-        self.said: Counter[tuple[int, Any]] = Counter()
+        self.sent: Counter[tuple[int, Any]] = Counter()
         for rank in programs:
             self._come(rank)
 
     def turn(self, rank: int) -> _Turn | None:
-        """What it is in; None if it is through."""
+        """The event that the rank has come to; None at its end."""
         turns, i = self.turns[rank], self.at[rank]
         return turns[i] if i < len(turns) else None
 
     def _come(self, rank: int) -> None:
         if (turn := self.turn(rank)) is not None:
-            self.said.update((rank, key) for key in turn.says)
+            self.sent.update((rank, key) for key in turn.signals)
 
     def advance(self, rank: int) -> bool:
         """Go on as far as possible; did it move at all?"""
@@ -369,7 +369,7 @@ class _Run:
         turn = self.turn(rank)
         waits = turn.waits if turn is not None else []
         return [
-            r for ranks, key, n in waits for r in ranks if r in self.turns and self.said[r, key] < n
+            r for ranks, key, n in waits for r in ranks if r in self.turns and self.sent[r, key] < n
         ]
 
 

@@ -52,8 +52,8 @@ def origins_of(graph: Graph, calls: tuple[Issued, ...], rank: int) -> Origins:
         name = _torch.symbol_name(node.meta.get("val"))
         if name is not None and (read := elements.of(node.args[0], node)) is not None:
             symbols[name] = read.item()
-        given = _sent_by(node) if node.name in elements.keys else None
-        if given is not None and (read := elements.of(given, node)) is not None:
+        payload = _sent_by(node) if node.name in elements.keys else None
+        if payload is not None and (read := elements.of(payload, node)) is not None:
             sent[elements.keys[node.name]] = tuple(read.reshape(-1))
     return Origins(symbols, sent)
 
@@ -79,7 +79,7 @@ def _sent_by(node: Node) -> Node | None:
 
 
 class _Elements:
-    """The terms of the tensors of a graph, of those that are asked for."""
+    """The terms of the tensors of a graph, computed on demand."""
 
     def __init__(self, graph: Graph, calls: tuple[Issued, ...], rank: int) -> None:
         self.rank, self.keys = rank, call_keys(calls)
@@ -98,11 +98,11 @@ class _Elements:
         return self._known[node]
 
     def _terms(self, node: Node) -> Terms:
-        found = self._received(node) if node.name in self.keys else self._computed(node)
-        if found is None:
-            found = [self._own(node, x, i) for i, x in enumerate(_parts(node))]
-            return found if isinstance(node.meta["val"], (list, tuple)) else found[0]
-        return found
+        terms = self._received(node) if node.name in self.keys else self._computed(node)
+        if terms is None:
+            terms = [self._own(node, x, i) for i, x in enumerate(_parts(node))]
+            return terms if isinstance(node.meta["val"], (list, tuple)) else terms[0]
+        return terms
 
     def _own(self, node: Node, x: Tensor, part: int) -> Terms:
         name = f"{node.name}.{part}" if part else node.name
@@ -113,11 +113,11 @@ class _Elements:
         row = row_of_node(node)
         key, x = self.keys[node.name], node.meta["val"]
         assert row is not None
-        ranks, (given, n) = key[0][0], (_sent_by(node), len(key[0][0]))
+        ranks, (payload, n) = key[0][0], (_sent_by(node), len(key[0][0]))
         gathers = row.replicates and "group_size" in row.position
-        if given is None or not isinstance(x, Tensor):
+        if payload is None or not isinstance(x, Tensor):
             return None
-        if gathers and x.numel() == n * given.meta["val"].numel():
+        if gathers and x.numel() == n * payload.meta["val"].numel():
             each, first = x.numel() // n, 0
         elif SPLITS[0] in row.position and _is_even(node, n):
             each = x.numel() // n
@@ -136,7 +136,7 @@ class _Elements:
         if node.target is operator.getitem:
             whole = self.of(node.args[0], node)  # type: ignore[arg-type]
             return whole[node.args[1]] if isinstance(whole, list) else None
-        given = arguments(node)
+        args = arguments(node)
         read = {x: self.of(x, node) for x in node.all_input_nodes}
         terms: dict[Node, Any] = {x: t for x, t in read.items() if t is not None}
         if not terms or len(terms) < len(read):
@@ -145,11 +145,11 @@ class _Elements:
         if is_wait(node) or name in _SAME_ORDER:
             return terms[node.all_input_nodes[0]].reshape(tuple(node.meta["val"].shape))
         if name in _ON_TERMS:
-            found = _ON_TERMS[name](*map_arg(list(given.values()), terms.__getitem__))
-            return [*map(_wrapped, found)] if isinstance(found, list) else _wrapped(found)
+            result = _ON_TERMS[name](*map_arg(list(args.values()), terms.__getitem__))
+            return [*map(_wrapped, result)] if isinstance(result, list) else _wrapped(result)
         if _torch.op_is_random(node.target) or not isinstance(node.meta["val"], Tensor):
             return None
-        plain = repr([x for x in given.values() if not isinstance(x, (Node, list))])
+        plain = repr([x for x in args.values() if not isinstance(x, (Node, list))])
         key = name, plain, tuple(t for x in terms.values() for t in x.reshape(-1))
         shape = node.meta["val"].shape
         return _array([("op", *key, i) for i in range(shape.numel())], shape)
@@ -176,15 +176,15 @@ def _is_even(node: Node, n: int) -> bool:
     return len(splits) == 2 * n and all(isinstance(x, int) and x == splits[0] for x in splits)
 
 
-def _wrapped(found: Any) -> Any:
+def _wrapped(result: Any) -> Any:
     """numpy gives the element itself, a tuple, in place of an array of no dimensions."""
-    return found if isinstance(found, numpy.ndarray) else _array([found], ())
+    return result if isinstance(result, numpy.ndarray) else _array([result], ())
 
 
 def _array(terms: list[Term], shape: Iterable[int]) -> Any:
-    made = numpy.empty(len(terms), dtype=object)
-    made[:] = terms
-    return made.reshape(tuple(shape))
+    array = numpy.empty(len(terms), dtype=object)
+    array[:] = terms
+    return array.reshape(tuple(shape))
 
 
 # -- ops that only move elements, or add them ---

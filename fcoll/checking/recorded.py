@@ -82,30 +82,30 @@ class Dump:
 
 def read(paths: Paths) -> dict[int, Dump]:
     """The dumps of a folder, or of these files, by rank."""
-    found: dict[int, Dump] = {}
+    dumps: dict[int, Dump] = {}
     for path in _files(paths):
         dump = _read(path)
-        if dump.rank in found:
+        if dump.rank in dumps:
             raise BadDump(path=path, why=f"there is another one of rank {dump.rank}")
-        found[dump.rank] = dump
-    return dict(sorted(found.items()))
+        dumps[dump.rank] = dump
+    return dict(sorted(dumps.items()))
 
 
 def _files(paths: Paths) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else list(map(Path, paths))
+    roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else list(map(Path, paths))
     files: list[Path] = []
-    for path in given:
+    for path in roots:
         if path.is_dir():
             files += sorted(p for p in path.iterdir() if _RANK.search(p.name) and p.is_file())
         else:
             files.append(path)
     if not files:
-        raise BadDump(path=", ".join(map(str, given)) or "nothing", why="there are none")
+        raise BadDump(path=", ".join(map(str, roots)) or "nothing", why="there are none")
     return files
 
 
 class _Plain(pickle.Unpickler):
-    """Of numbers, text and lists only: a pickle may run any code else."""
+    """Unpickles numbers, text and lists only: any other pickle may run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it has a {module}.{name}")
@@ -144,12 +144,12 @@ def _group(facts: Mapping[str, Any]) -> RecordedGroup:
 def _calls(
     rank: int, entries: list[dict[str, Any]], groups: Mapping[str, RecordedGroup]
 ) -> Iterator[Recorded]:
-    seen: set[tuple[str, int]] = set()
+    first_calls: set[tuple[str, int]] = set()
     for entry in entries:
         name, number = entry["process_group"][0], entry["collective_seq_id"]
-        if (name, number) in seen:  # of a coalesced call the first stands for all
+        if (name, number) in first_calls:  # of a coalesced call the first stands for all
             continue
-        seen.add((name, number))
+        first_calls.add((name, number))
         group = groups.get(name) or RecordedGroup(name, entry["process_group"][1], (rank,))
         yield _recorded(rank, group, entry)
 
@@ -157,7 +157,7 @@ def _calls(
 def _messages(
     rank: int, entries: list[dict[str, Any]], groups: Mapping[str, RecordedGroup]
 ) -> Iterator[Recorded]:
-    """Those that were waited for: who has only issued one goes on."""
+    """The messages that were waited for: one that is only issued holds nobody up."""
     for entry in entries:
         named = _MESSAGE.search(entry["profiling_name"])
         if not entry["is_p2p"] or not named or entry["state"] == "scheduled":
@@ -207,7 +207,7 @@ def _key(op: str, entry: Mapping[str, Any]) -> Any:
 
 
 def _line(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of the user's: files of another installation are told by their folders."""
+    """The innermost user line; files of another installation are known by their folders."""
     for frame in frames:
         name = frame["filename"]
         if not is_library(name) and not _OF_TORCH.search(name):

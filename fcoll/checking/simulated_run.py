@@ -26,7 +26,7 @@ MOST_RANKS = 64  # threads, each with a model of its own
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run on simulated ranks has shown."""
+    """The findings of a run on simulated ranks."""
 
     ranks: int = 0
     findings: tuple[tuple[int, str], ...] = ()  # (rank, what)
@@ -74,7 +74,7 @@ def run_on_ranks(
             raise error.__cause__ from None  # it could not be run: nothing was found
         error.add_note(f"while running rank {error.rank} of {axes}, simulated")
         raise
-    findings = tuple((rank, what) for rank, (told, _) in enumerate(results) for what in told)
+    findings = tuple((rank, what) for rank, (lines, _) in enumerate(results) for what in lines)
     return Ran(size, findings, _shared([leaves for _, leaves in results]))
 
 
@@ -88,12 +88,12 @@ class _Program:
     ran_backward: set[int] = field(default_factory=set)  # the ranks whose step ran one
 
     def run(self, rank: int) -> tuple[list[str], list[Tensor]]:
-        """What is found, and the leaves that the program has."""
+        """The findings of a rank, and the leaves that its program has."""
         try:
             shape, names = tuple(self.axes.values()), tuple(self.axes)
             fn, args = self.build(dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
-            found = reachable(fn, args)
-            _check_real(found)
+            objects = reachable(fn, args)
+            _check_real(objects)
             out = fn(*args)
             if self.mode != "forward" and rank not in self.ran_backward:
                 backward_of(out)
@@ -101,8 +101,8 @@ class _Program:
             if error.code not in (None, 0):
                 raise
             return [f"ended by SystemExit at {line_of(error)}, without a result"], []
-        leaves = [x for x, _ in found.tensors.values() if x.requires_grad and x.is_leaf]
-        return list(_not_finite(out, found)), leaves
+        leaves = [x for x, _ in objects.tensors.values() if x.requires_grad and x.is_leaf]
+        return list(_not_finite(out, objects)), leaves
 
     def runs_backward(self, is_derivative: bool) -> None:
         me = this_rank()
@@ -110,8 +110,8 @@ class _Program:
             self.ran_backward.add(me.number)
 
 
-def _check_real(found: Found) -> None:
-    for x, name in found.tensors.values():
+def _check_real(objects: Found) -> None:
+    for x, name in objects.tensors.values():
         if x.is_meta or isinstance(x, _torch.FakeTensor):
             hint = (
                 "To run with values, build() must make real tensors of small sizes, on the CPU; "
@@ -120,12 +120,12 @@ def _check_real(found: Found) -> None:
             raise NoValues(what=f"the tensor {name!r} of the program", hint=hint)
 
 
-def _not_finite(out: Any, found: Found) -> Iterator[str]:
+def _not_finite(out: Any, objects: Found) -> Iterator[str]:
     """Which results and gradients have NaN or infinite elements."""
     for path, x in tree_flatten_with_path(out)[0]:
         if isinstance(x, Tensor) and (what := _bad(x)):
             yield f"the result{keystr(path)} has {what}"
-    for x, name in found.tensors.values():
+    for x, name in objects.tensors.values():
         if x.is_leaf and x.grad is not None and (what := _bad(x.grad)):
             yield f"the gradient of {name} has {what}"
 
@@ -141,8 +141,8 @@ def _bad(x: Tensor) -> str:
     if local.itemsize == 1:  # float8, for which isnan has no kernel
         local = local.float()
     counts = {"NaN": int(local.isnan().sum()), "infinite": int(local.isinf().sum())}
-    said = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return said and f"{said} of {local.numel()} elements"
+    summary = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return summary and f"{summary} of {local.numel()} elements"
 
 
 def _shared(leaves: list[list[Tensor]]) -> tuple[str, ...]:

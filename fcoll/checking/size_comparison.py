@@ -78,11 +78,11 @@ def differ(a: Any, b: Any) -> bool | None:
 
 
 def apart(x: Any, y: Any) -> bool | None:
-    """The same of nested tuples: True if anything is known to differ, else None if anything may."""
+    """``differ`` of nested tuples: True if anything surely differs, else None if anything may."""
     if isinstance(x, tuple) and isinstance(y, tuple):
         if len(x) != len(y):
             return True
-        found = [apart(a, b) for a, b in zip(x, y, strict=True)]
-        return True if True in found else None if None in found else False
+        results = [apart(a, b) for a, b in zip(x, y, strict=True)]
+        return True if True in results else None if None in results else False
     is_size = [isinstance(v, (int, sympy.Expr)) and not isinstance(v, bool) for v in (x, y)]
     return differ(x, y) if all(is_size) else bool(x != y)

@@ -91,17 +91,17 @@ def forms_us(
 ) -> dict[str, Expr]:
     """The whole time of a collective by each form that the machine has for it."""
     links = dict(zip(ALGORITHMS, machine.links(n, per_node, row.personal), strict=True))
-    found: dict[str, Expr] = {}
+    times: dict[str, Expr] = {}
     for name in library_forms(row, n, machine, per_node):
         if name in ALGORITHMS:
-            found[name] = machine.collective_us + ALGORITHMS[name](row, n, b, links[name])
+            times[name] = machine.collective_us + ALGORITHMS[name](row, n, b, links[name])
     for name, form in machine.forms.items() if is_all_reduce(row) else ():
         if per_node == n:
             formula = KERNELS[form.like or name]
-            found[name] = form.launch_us + formula(row, n, b, form.link)
+            times[name] = form.launch_us + formula(row, n, b, form.link)
         elif name == "nvls":
-            found[name] = form.launch_us + _across(n, b, form, machine.inter, per_node)
-    return found
+            times[name] = form.launch_us + _across(n, b, form, machine.inter, per_node)
+    return times
 
 
 def _across(n: Expr, b: Expr, form: Form, far: Link, per_node: Expr) -> Expr:
@@ -121,8 +121,8 @@ def library_forms(row: Collective, n: Expr, machine: Machine, per_node: Expr) ->
         return ("one-shot",)
     if is_all_reduce(row):
         inside = per_node == n
-        known = {"ring", "tree", *(f for f in machine.forms if inside or f == "nvls")}
-        return tuple(form for form in carrier.forms if form in known)
+        available = {"ring", "tree", *(f for f in machine.forms if inside or f == "nvls")}
+        return tuple(form for form in carrier.forms if form in available)
     return ("ring", "tree") if per_node == 1 else ("ring",)
 
 

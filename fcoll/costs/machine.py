@@ -1,4 +1,4 @@
-"""What the cost model knows of the ranks that a program runs on, and the files that keep it."""
+"""Machines that the cost model knows: their links, rates and libraries, and the files of them."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ class Machine:
             if (form.like or name) not in KERNELS:
                 raise BadOption(op="Machine", arg="forms", value=name, known=", ".join(KERNELS))
         plain = [f for f in self.carrier.forms if not (self.carrier.chained and f in KERNELS)]
-        known = ("", "best", *dict.fromkeys((*plain, *self.forms)))
-        if self.form not in known:
-            raise BadOption(op="Machine", arg="form", value=self.form, known=", ".join(known[1:]))
+        allowed = ("", "best", *dict.fromkeys((*plain, *self.forms)))
+        if self.form not in allowed:
+            raise BadOption(op="Machine", arg="form", value=self.form, known=", ".join(allowed[1:]))
 
     def too_small_for(self, nbytes: float) -> str:
         """Words for a step that holds more than a rank's memory; empty if it fits, or if nothing is
@@ -164,8 +164,8 @@ class Machine:
             return machine
         name, colon, form = str(machine).partition(":")
         if colon and form:
-            made = Machine.of(name)
-            return replace(made, name=str(machine), form=form)
+            base = Machine.of(name)
+            return replace(base, name=str(machine), form=form)
         path = Path(machine)
         return Machine.from_toml(path) if path.suffix == ".toml" else Machine.preset(str(machine))
 
@@ -256,21 +256,21 @@ def presets() -> list[str]:
 
 
 def _machine(name: str, data: dict[str, Any]) -> Machine:
-    known = {f.name for f in fields(Machine)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(f"it has no {unknown[0]!r}; the names are {', '.join(sorted(known))}")
+    keys = {f.name for f in fields(Machine)}
+    if unknown := sorted(set(data) - keys):
+        raise ValueError(f"it has no {unknown[0]!r}; the names are {', '.join(sorted(keys))}")
     names = [k for k in ("intra", "inter") if k in data]
     links: dict[str, Link] = {k: Link(**data[k]) for k in names}
     links.setdefault("inter", links["intra"])
     measured = {op: tuple(map(tuple, points)) for op, points in data.get("measured", {}).items()}
     forms = {form: Form(**constants) for form, constants in data.get("forms", {}).items()}
-    given: dict[str, Any] = {**data, **links, "measured": measured, "forms": forms}
-    given["shared_links"] = tuple(data.get("shared_links", ()))
-    given.setdefault("name", name)
-    made = Machine(**given)
-    if not made.flops or made.memory_gb_per_s <= 0:
+    values: dict[str, Any] = {**data, **links, "measured": measured, "forms": forms}
+    values["shared_links"] = tuple(data.get("shared_links", ()))
+    values.setdefault("name", name)
+    machine = Machine(**values)
+    if not machine.flops or machine.memory_gb_per_s <= 0:
         raise ValueError("flops and memory_gb_per_s must be positive")
-    return replace(made, flops={k: float(v) for k, v in made.flops.items()})
+    return replace(machine, flops={k: float(v) for k, v in machine.flops.items()})
 
 
 def _toml(value: Any) -> str:

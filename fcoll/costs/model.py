@@ -52,8 +52,8 @@ def collective_us(
         machine = replace(machine, form=form)
     if row.steps(2) == 0 or (not is_symbolic(n) and n <= 1):
         return 0 * bytes  # a wait, or nobody to talk to
-    if (known := _measured(row, n, bytes, machine)) is not None:
-        return known
+    if (measured := _measured(row, n, bytes, machine)) is not None:
+        return measured
     if not is_symbolic(n):
         us = _priced(row, n, bytes, machine, _per_node(n, machine, ranks))
         return us if is_symbolic(us) else float(us)
@@ -83,8 +83,8 @@ def form_of(
         return ""
     if _measured(row, n, bytes, machine) is not None:
         return "measured"
-    found = _candidates(row, n, bytes, machine, _per_node(n, machine, ranks))
-    return min(found, key=lambda form: float(found[form]))
+    times = _candidates(row, n, bytes, machine, _per_node(n, machine, ranks))
+    return min(times, key=lambda form: float(times[form]))
 
 
 def times_by_form(
@@ -103,21 +103,21 @@ def times_by_form(
     row = COLLECTIVES[op_row] if isinstance(op_row, str) else op_row
     if row.steps(2) == 0 or n <= 1:
         return {}
-    found = forms_us(row, n, bytes, machine, _per_node(n, machine, ranks))
-    return dict(sorted(((k, float(v)) for k, v in found.items()), key=lambda item: item[1]))
+    times = forms_us(row, n, bytes, machine, _per_node(n, machine, ranks))
+    return dict(sorted(((k, float(v)) for k, v in times.items()), key=lambda item: item[1]))
 
 
 def _candidates(
     row: Collective, n: Expr, b: Expr, machine: Machine, per_node: Expr
 ) -> dict[str, Expr]:
-    """The forms among which the price is the least: those of the library, or what is asked for
+    """The forms among which the price is the least: those of the library, or the machine's ``form``
     where this collective has it."""
-    found = forms_us(row, n, b, machine, per_node)
+    times = forms_us(row, n, b, machine, per_node)
     if machine.form == "best":
-        return found
-    if machine.form in found:
-        return {machine.form: found[machine.form]}
-    return {form: found[form] for form in library_forms(row, n, machine, per_node)}
+        return times
+    if machine.form in times:
+        return {machine.form: times[machine.form]}
+    return {form: times[form] for form in library_forms(row, n, machine, per_node)}
 
 
 def _priced(row: Collective, n: Expr, b: Expr, machine: Machine, per_node: Expr) -> Expr:
@@ -171,8 +171,8 @@ def number(expr: Expr, sizes: Mapping[str, int] | None = None) -> float:
     """An expression's value, with the symbols of shapes replaced by their sizes."""
     if not is_symbolic(expr):
         return float(expr)
-    found = {s: (sizes or {}).get(str(s)) for s in expr.free_symbols}
-    missing = sorted(str(s) for s, value in found.items() if value is None)
+    values = {s: (sizes or {}).get(str(s)) for s in expr.free_symbols}
+    missing = sorted(str(s) for s, value in values.items() if value is None)
     if missing:
         raise MissingSize(symbols=", ".join(missing), first=missing[0])
-    return float(expr.subs(found))
+    return float(expr.subs(values))

@@ -1,1 +1,1 @@
-"""Read a graph: its collectives, who asked for them, what its steps take. Used by all below."""
+"""Read a graph: its collectives, their origins, the costs of its steps. Used by all below."""

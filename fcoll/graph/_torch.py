@@ -30,22 +30,22 @@ def call_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 
 def _by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """functools.cache of an op, without its hash: that is Python code and takes 1 us."""
-    known: dict[int, tuple[Any, Any]] = {}
+    cache: dict[int, tuple[Any, Any]] = {}
 
     @functools.wraps(fn)
     def ask(op: Any) -> Any:
-        found = known.get(id(op))
-        if found is None or found[0] is not op:
-            found = known[id(op)] = (op, fn(op))
-        return found[1]
+        entry = cache.get(id(op))
+        if entry is None or entry[0] is not op:
+            entry = cache[id(op)] = (op, fn(op))
+        return entry[1]
 
     return ask
 
 
 @_by_identity
 def _defaults(op: Any) -> dict[str, Any]:
-    """Of each argument of an op; None where it has none. Torch makes a schema's objects anew each
-    time: 4 us a call."""
+    """The default of each argument of an op, None without one. Torch makes a schema's objects anew
+    each time: 4 us a call."""
     return {a.name: a.default_value for a in op._schema.arguments}
 
 
@@ -130,11 +130,11 @@ def flop_formula(op: Any) -> Callable[..., Any] | None:
     The CPU forms of attention have none of their own; their arguments are those of the others.
     """
     packet = getattr(op, "overloadpacket", op)
-    found = flop_registry.get(packet)
+    formula = flop_registry.get(packet)
     name = getattr(packet, "__name__", "")
-    if found is None and "_for_cpu" in name:
-        found = flop_registry.get(getattr(torch.ops.aten, name.replace("_for_cpu", ""), None))
-    return found
+    if formula is None and "_for_cpu" in name:
+        formula = flop_registry.get(getattr(torch.ops.aten, name.replace("_for_cpu", ""), None))
+    return formula
 
 
 # -- symbolic sizes ---

@@ -1,4 +1,4 @@
-"""Are the ranks of a group about to issue the same collectives? They ask one another, in the store.
+"""Are the ranks of a group about to issue the same collectives? They compare in the store.
 
 What a plan or a compiled graph issues on a group is a list of calls; all ranks of the group must
 have the same list, or they wait for each other for ever. ``compare`` exchanges a digest of it, and
@@ -41,13 +41,13 @@ def calls_by_group(
 ) -> dict[str, list[Call]]:
     """By the names of groups: what each of their ranks must issue, in order. Messages between two
     ranks are no such calls. ``how``, by the name of a start, is something more that must agree."""
-    found: dict[str, list[Call]] = {}
+    by_group: dict[str, list[Call]] = {}
     for call in calls:
         if not call.row.is_p2p:
             more = (how or {}).get(call.start, "")
             shown = describe(call) + (f" ({more})" if more else "")
-            found.setdefault(call.group, []).append((_signature(call, more), shown))
-    return found
+            by_group.setdefault(call.group, []).append((_signature(call, more), shown))
+    return by_group
 
 
 def _signature(call: Issued, how: str) -> Any:
@@ -64,8 +64,8 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Compared:
-    """What a group has compared so far: how often, the digests on which its ranks agreed, and how
-    many lists this rank has begun since the last time (whoever runs one counts it)."""
+    """A group's comparisons so far: their number, the digests on which its ranks agreed, and
+    how many lists this rank has begun since the last one (who runs a list counts it)."""
 
     times: int = 0
     agreed: set[int] = field(default_factory=set)
@@ -81,17 +81,17 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
 
     A rank that does not come is a CollectiveTimeout, one that died a PeerDied, on every rank that
     comes. A fake group, one of one rank and one without a store have nothing to compare."""
-    known = compared(g)
+    history = compared(g)
     mine = digest(json.dumps([what for what, _ in calls]))
-    if known is None or mine in known.agreed:
+    if history is None or mine in history.agreed:
         return
-    known.times += 1  # also if it fails: all ranks fail, and meet elsewhere if they try again
-    begun, known.begun = known.begun, 0
+    history.times += 1  # also if it fails: all ranks fail, and meet elsewhere if they try again
+    begun, history.begun = history.begun, 0
     lists: list[tuple[list[Call], str]] = []
     first = calls[0][1] if calls else "none"
     purpose = f"compare what it is about to issue on the group, which begins with {first}"
     try:
-        with meeting(g, _about(known.times), purpose) as exchange:
+        with meeting(g, _about(history.times), purpose) as exchange:
             cards = exchange(json.dumps((mine, begun, first)))
             if len({json.loads(card)[0] for card in cards}) > 1:
                 lists = [json.loads(card) for card in exchange(json.dumps((calls, settings)))]
@@ -102,11 +102,11 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
         raise
     if lists:
         _raise_at_the_first_difference(g, lists)
-    known.agreed.add(mine)
+    history.agreed.add(mine)
 
 
 def compared(g: Group) -> Compared | None:
-    """What is known of a group; None if it has nothing to compare."""
+    """The history of a group; None if it has nothing to compare."""
     if not g.serves or g.n < 2 or _torch.group_store(g.pg) is None:
         return None
     return _compared.setdefault(g.pg, Compared())
@@ -114,21 +114,21 @@ def compared(g: Group) -> Compared | None:
 
 def turn_away(g: Group, what: str) -> str:
     """Tell ranks that wait to compare that this one does not come: it runs ``what``, and has begun
-    more than they had when they came. What they were told; empty if nobody waits in vain."""
-    known, store = compared(g), _torch.group_store(g.pg)
-    if known is None:
+    more than they had when they came. The message to them; empty if nobody waits in vain."""
+    history, store = compared(g), _torch.group_store(g.pg)
+    if history is None:
         return ""
-    lobby = lobby_of(g, store, _about(known.times + 1))
+    lobby = lobby_of(g, store, _about(history.times + 1))
     waiting = {r: json.loads(card) for r, card in lobby.present().items()}
-    waiting = {r: card for r, card in waiting.items() if card[1] < known.begun}
+    waiting = {r: card for r, card in waiting.items() if card[1] < history.begun}
     if not waiting:
         return ""
     theirs = [
         f"{lobby.names[r]} has a new graph, which begins with {c[2]}" for r, c in waiting.items()
     ]
-    said = f"{lobby.names[g.rank]} runs {what}; {'; '.join(theirs)}"
-    give_up(lobby, Elsewhere(said, [g.rank]), g, goes=False)
-    return said
+    message = f"{lobby.names[g.rank]} runs {what}; {'; '.join(theirs)}"
+    give_up(lobby, Elsewhere(message, [g.rank]), g, goes=False)
+    return message
 
 
 def _about(times: int) -> str:
@@ -183,7 +183,7 @@ def _fit(a: Call | None, b: Call | None) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """The same, but for sizes that only a run knows."""
+    """Are they equal, but for sizes that only a run knows?"""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_alike, a, b))
     return a == b or UNKNOWN in (a, b)

@@ -83,20 +83,20 @@ class Issued:
 def with_sizes(call: Issued, sizes: Mapping[str, int]) -> Issued:
     """The same call with values for symbols: those of shapes, bytes, splits."""
 
-    def known(x: Any) -> Any:
+    def resolved(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
-            return type(x)(map(known, x))
+            return type(x)(map(resolved, x))
         if not isinstance(x, sympy.Expr):
             return x
         value = x.subs({s: sizes[str(s)] for s in x.free_symbols if str(s) in sizes})
         return int(value) if value.is_Integer else value
 
-    args = {name: known(value) for name, value in call.args.items()}
-    return replace(call, shapes=known(call.shapes), bytes=known(call.bytes), args=args)
+    args = {name: resolved(value) for name, value in call.args.items()}
+    return replace(call, shapes=resolved(call.shapes), bytes=resolved(call.bytes), args=args)
 
 
 def messages_of(call: Issued) -> Iterator[tuple[bool, int, int]]:
-    """Of each message of a call: does it send, the peer's place in the group, its tag."""
+    """(sends, the peer's place in the group, tag) of each message of a call."""
     kinds = call.args.get("op_list", [call.op])
     peers = call.args.get("peer_list", [call.args.get("dst", call.args.get("src"))])
     tags = call.args.get("tag_list", [call.args.get("tag")])
@@ -156,13 +156,13 @@ def _issued(
     )
 
 
-def _tags(given: Any) -> Any:
+def _tags(tags: Any) -> Any:
     """As the program gave them: how a message goes is no part of its tag."""
-    return [tag % PLAIN for tag in given] if isinstance(given, (list, tuple)) else given % PLAIN
+    return [tag % PLAIN for tag in tags] if isinstance(tags, (list, tuple)) else tags % PLAIN
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Of an argument or a result: a value, or a list of them. pytree takes four times as long."""
+    """The values in an argument or result: itself, or a list's. pytree takes four times as long."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -171,17 +171,17 @@ def _group_of(node: fx.Node) -> tuple[Group, int]:
     the group that has the call's name now; nothing is known of its ranks where there is none."""
     if "group" in node.meta:
         return node.meta["group"]
-    given = arguments(node)
-    name = str(given.get("group_name", ""))
+    args = arguments(node)
+    name = str(args.get("group_name", ""))
     try:
         return by_name(name), 0
     except FcollError:
-        ranks = tuple(range(given.get("group_size") or 0))
+        ranks = tuple(range(args.get("group_size") or 0))
         return Group(name, ranks, 0, None, name, ()), 0
 
 
 def why_none(mesh: Mapping[str, int]) -> str:
-    """Of a step that issues no collectives: why that may be, and what to do.
+    """Why a step may issue no collectives, and what to do.
 
     >>> why_none({"dp": 1})
     'one rank has nobody to send to. Name a larger world: --mesh dp=8'

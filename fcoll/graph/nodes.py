@@ -1,4 +1,4 @@
-"""The nodes of an fx graph: starts and waits of collectives, who made a node, which may move."""
+"""The nodes of an fx graph: starts and waits of collectives, origins, and which nodes may move."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def row_of_node(node: Any) -> Collective | None:
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     target = node.target
-    known = _names.get(id(target))
-    return row_named(known[1] if known and known[0] is target else _op_name(target))
+    entry = _names.get(id(target))
+    return row_named(entry[1] if entry and entry[0] is target else _op_name(target))
 
 
 _names: dict[int, tuple[Any, str]] = {}  # by id: to hash an op takes as long as to name it
 
 
 def _op_name(target: Any) -> str:
-    """Kept, since torch puts names together anew: 10,000 nodes are asked for theirs many times."""
-    known = _names.get(id(target))
-    if known is None or known[0] is not target:
-        known = _names[id(target)] = (target, _torch.op_name(target))
-    return known[1]
+    """Cached, since torch builds names anew: of 10,000 nodes each name is read many times."""
+    entry = _names.get(id(target))
+    if entry is None or entry[0] is not target:
+        entry = _names[id(target)] = (target, _torch.op_name(target))
+    return entry[1]
 
 
 def is_start(node: Any) -> bool:
@@ -63,8 +63,8 @@ def regions_of(node: Node) -> list[GraphModule]:
     """The graphs that a call of an op on functions is given, as of a nested region or a branch."""
     owner = node.graph.owning_module
     named = [x.target for x in node.all_input_nodes if x.op == "get_attr"]
-    given = [operator.attrgetter(str(name))(owner) for name in named if owner is not None]
-    return [x for x in given if isinstance(x, GraphModule)]
+    values = [operator.attrgetter(str(name))(owner) for name in named if owner is not None]
+    return [x for x in values if isinstance(x, GraphModule)]
 
 
 def communicates(graph_module: GraphModule) -> bool:
@@ -88,13 +88,13 @@ def start_of(wait: Node) -> Node | None:
 
 def waits_of(start: Node) -> list[Node]:
     """The waits for a collective's results, through the elements of a list."""
-    found = []
+    waits = []
     for user in start.users:
         if is_wait(user):
-            found.append(user)
+            waits.append(user)
         elif user.target is getitem:
-            found.extend(waits_of(user))
-    return found
+            waits.extend(waits_of(user))
+    return waits
 
 
 def is_used(start: Node) -> bool:
@@ -133,10 +133,10 @@ def describe(node: Node) -> str:
 
 
 def origin_of(node: Node) -> Origin:
-    """What a trace wrote down of a node; of a graph that no trace made, its user's lines."""
-    found = node.meta.get("origin")
-    if found is not None:
-        return found
+    """The origin that a trace recorded of a node; without a trace, its user's lines."""
+    origin = node.meta.get("origin")
+    if origin is not None:
+        return origin
     return Origin(tuple(user_frames(node.meta.get("stack_trace"))), "", "fwd")
 
 
@@ -206,7 +206,7 @@ def _effect_of_call(node: Node) -> str:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """Of numbers, or an element of a list: no tensor is computed."""
+    """Does it compute numbers only, or take an element of a list?"""
     if node.target is getitem:
         return True
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
@@ -214,7 +214,7 @@ def _is_arithmetic(node: Node) -> bool:
 
 
 def tensors_of(node: Node) -> list[Tensor]:
-    """What a node gives, as far as it is tensors."""
+    """The tensors among a node's results."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return [value]
@@ -224,9 +224,9 @@ def tensors_of(node: Node) -> list[Tensor]:
 
 def written_by(node: Node) -> list[Node]:
     """The arguments that a node writes to."""
-    found: list[Node] = []
+    targets: list[Node] = []
     for i, name in _torch.op_writes(node.target):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else [value]
-        found += [x for x in values if isinstance(x, Node)]
-    return found
+        targets += [x for x in values if isinstance(x, Node)]
+    return targets

@@ -1,4 +1,4 @@
-"""Who asked for a node of a recorded graph."""
+"""Where a recorded node is from: the user's lines, the module and the phase."""
 
 from __future__ import annotations
 

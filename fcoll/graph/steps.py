@@ -82,7 +82,7 @@ def input_bytes(graph_module: GraphModule) -> int:
 
 
 def _origin(node: Node) -> tuple[str, str, str]:
-    """What a trace wrote down of a node."""
+    """(line, module, phase) of a node, as the trace recorded them."""
     origin = origin_of(node)
     return _line_in(origin.frames), origin.module, origin.phase
 
@@ -139,7 +139,7 @@ class _Draft:
     write: Any = 0
     result: Any = 0  # bytes of the new tensors it gives
     kernel: _Kernel | None = None
-    kept: bool = False  # is the result used outside its kernel?
+    escapes: bool = False  # is the result used outside its kernel?
     filled: bool = True  # does the step, or another of its kernel, give the result its values?
     frees: list[str] = field(default_factory=list)
     uses: list[str] = field(default_factory=list)
@@ -217,7 +217,7 @@ class _Walk:
 
     def keep(self, storage: str) -> None:
         if storage in self.drafts:
-            self.drafts[storage].kept = True
+            self.drafts[storage].escapes = True
 
     # -- the three kinds of step ---
 
@@ -238,7 +238,7 @@ class _Walk:
     def start(self, node: Node) -> None:
         issued = self.started[node.name]
         sent = {s: self.writer[s] for s in self.storages_of(node.all_input_nodes)}
-        draft = _Draft(node, "start", self.place(node, issued), collective=issued, kept=True)
+        draft = _Draft(node, "start", self.place(node, issued), collective=issued, escapes=True)
         draft.effect = effect_of(node)
         self.run(draft)
         self.in_flight.update((s, _Flight(issued, sent)) for s in self.storages[node])
@@ -349,14 +349,14 @@ class _Walk:
         return one
 
     def smaller(self, a: Any, b: Any) -> Any:
-        """Of two sizes; decided by hints, so that no guard is added to a symbolic graph."""
+        """The smaller of two sizes, by hints, so that no guard is added to a symbolic graph."""
         return a if self.hint(a) < self.hint(b) else b
 
     def made_in(self, kernel: _Kernel | None, storage: str) -> bool:
         """Was this storage allocated in this kernel?"""
         owner = self.drafts.get(storage)
-        made = owner.kernel.now() if owner and owner.kernel else None
-        return made is not None and kernel is not None and made is kernel.now()
+        allocating = owner.kernel.now() if owner and owner.kernel else None
+        return allocating is not None and kernel is not None and allocating is kernel.now()
 
     def kernel_of(self, storage: str) -> _Kernel | None:
         writer = self.writer[storage]
@@ -371,7 +371,7 @@ class _Walk:
             if kernel is not None:
                 kernel.open = False
 
-    def count_bytes(self, draft: _Draft, written: list[Node]) -> None:
+    def count_bytes(self, draft: _Draft, written_nodes: list[Node]) -> None:
         """The bytes that the step reads from outside its kernel, and writes in place.
 
         What only moves elements (embedding, index) reads no more of an argument than it gives.
@@ -379,15 +379,15 @@ class _Walk:
         node, kernel = draft.node, draft.kernel
         if not draft.filled:
             return
-        for x in written:
+        for x in written_nodes:
             mine = [s for s in self.storages[x] if self.made_in(kernel, s)]
             for storage in mine:
                 self.drafts[storage].filled = True
             if not mine:
                 draft.write += self.nbytes(x)
         moves = not (_torch.flop_formula(node.target) or _torch.op_reduces(node.target))
-        made = self.nbytes(node)
-        most = made if self.hint(made) else draft.write
+        result_bytes = self.nbytes(node)
+        most = result_bytes if self.hint(result_bytes) else draft.write
         read = kernel.read if kernel else {}
         for argument in node.all_input_nodes:
             nbytes = self.smaller(most, self.nbytes(argument)) if moves else self.nbytes(argument)
@@ -406,9 +406,9 @@ class _Walk:
                 self.drafts[user].frees.append(storage)
         for name, draft in self.drafts.items():
             kernel = draft.kernel.now() if draft.kernel else None
-            in_memory = kernel is None or draft.kept
-            made = draft.result if in_memory else 0
-            written = made if draft.kind == "compute" and draft.filled else 0
+            in_memory = kernel is None or draft.escapes
+            allocated = draft.result if in_memory else 0
+            stored = allocated if draft.kind == "compute" and draft.filled else 0
             issued, (source, module, phase) = draft.collective, draft.where
             yield _step(
                 name=name,
@@ -417,9 +417,9 @@ class _Walk:
                 stream=self.streams[issued.group] if draft.kind == "start" else "compute",
                 flops=_torch.size_expr(draft.flops),
                 read_bytes=_torch.size_expr(draft.read),
-                write_bytes=_torch.size_expr(draft.write + written),
+                write_bytes=_torch.size_expr(draft.write + stored),
                 dtype=_dtype(draft.node),
-                out_bytes=self.hint(made),
+                out_bytes=self.hint(allocated),
                 last_use_of=tuple(draft.frees),
                 collective=issued.id if issued else None,
                 op=issued.op if issued else _torch.op_name(draft.node.target),
@@ -435,9 +435,9 @@ class _Walk:
 def _step(**fields: Any) -> Step:
     """A Step with all its fields. What a frozen dataclass does instead, field by field, takes three
     times as long."""
-    made = object.__new__(Step)
-    made.__dict__.update(fields)
-    return made
+    step = object.__new__(Step)
+    step.__dict__.update(fields)
+    return step
 
 
 def _stream_names(collectives: Iterable[Any]) -> dict[str, str]:
@@ -446,8 +446,8 @@ def _stream_names(collectives: Iterable[Any]) -> dict[str, str]:
     for c in collectives:
         if c.group not in names:
             label = c.label
-            taken = label in names.values() or label == "compute"
-            names[c.group] = f"{label} ({c.group})" if taken else label
+            is_taken = label in names.values() or label == "compute"
+            names[c.group] = f"{label} ({c.group})" if is_taken else label
     return names
 
 
@@ -477,5 +477,5 @@ def _is_free(node: Node) -> bool:
 
 
 def _same_loop(a: int, b: int) -> bool:
-    """The same elements, or one value for a row of the other's."""
+    """Do they loop over the same elements, or one over a value for each row of the other?"""
     return a == b or (a > 0 and b > 0 and max(a, b) % min(a, b) == 0)

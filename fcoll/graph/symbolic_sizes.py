@@ -1,4 +1,4 @@
-"""Sizes that are expressions, and what they are taken to be where a number is needed.
+"""Symbolic sizes: expressions, and the hints that stand for them where a number is needed.
 
 A symbol of a shape has the value that it had in the trace. One that only a run knows (of what
 ``nonzero`` gives, of splits that are read from a tensor) is taken at its upper bound, if torch
@@ -44,31 +44,31 @@ SHOWN = 12  # symbols that an error names
 
 
 class Hints:
-    """A size as a number: ``hint(size)``. ``given`` are values by name, which go first."""
+    """A size as a number: ``hint(size)``. ``values`` by name go first."""
 
-    def __init__(self, given: Mapping[str, int] | None = None) -> None:
-        self.given = dict(given or {})
+    def __init__(self, values: Mapping[str, int] | None = None) -> None:
+        self.values = dict(values or {})
 
     def __call__(self, size: Any) -> int:
         node = getattr(size, "node", None)
         if node is None:
             return int(size)
-        known = values_of(size) | self.given
-        missing = sorted(str(s) for s in node.expr.free_symbols if str(s) not in known)
+        values = values_of(size) | self.values
+        missing = sorted(str(s) for s in node.expr.free_symbols if str(s) not in values)
         if missing:
             raise MissingSize(symbols=", ".join(missing), first=missing[0])
-        return int(node.expr.subs({s: known[str(s)] for s in node.expr.free_symbols}))
+        return int(node.expr.subs({s: values[str(s)] for s in node.expr.free_symbols}))
 
 
 def born_at(graph: Graph) -> dict[str, str]:
     """The user's line that first has each symbol of a recorded graph: {"u0": "moe.py:31"}."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for node in graph.nodes:
         origin = node.meta.get("origin")
         for name in _symbols_in(node.meta.get("val")):
-            if name not in found:
-                found[name] = origin.source if isinstance(origin, Origin) else ""
-    return found
+            if name not in lines:
+                lines[name] = origin.source if isinstance(origin, Origin) else ""
+    return lines
 
 
 def _symbols_in(value: Any) -> Iterator[str]:
@@ -78,24 +78,24 @@ def _symbols_in(value: Any) -> Iterator[str]:
                 yield from sorted(map(str, size.node.expr.free_symbols))
 
 
-def by_symbol(given: Mapping[str, int], lines: Mapping[str, str]) -> dict[str, int]:
+def by_symbol(sizes: Mapping[str, int], lines: Mapping[str, str]) -> dict[str, int]:
     """Sizes given by symbol, or by the line that reads them, as {symbol: size}.
 
     >>> by_symbol({"u0": 3, "moe.py:31": 64}, {"u0": "a.py:7", "u1": "src/moe.py:31"})
     {'u1': 64, 'u0': 3}
     """
-    found: dict[str, int] = {}
+    by_line: dict[str, int] = {}
     named: dict[str, int] = {}
-    for key, size in given.items():
+    for key, size in sizes.items():
         if key in lines or not lines:
             named[key] = size
             continue
         at = [name for name, line in lines.items() if _is_named(key, line)]
         if not at:
-            known = ", ".join(f"{name} ({line})" for name, line in list(lines.items())[:SHOWN])
-            raise BadOption(op="trace", arg="sizes", value=key, known=known)
-        found |= dict.fromkeys(at, size)
-    return found | named
+            symbols = ", ".join(f"{name} ({line})" for name, line in list(lines.items())[:SHOWN])
+            raise BadOption(op="trace", arg="sizes", value=key, known=symbols)
+        by_line |= dict.fromkeys(at, size)
+    return by_line | named
 
 
 def _is_named(key: str, source: str) -> bool:
@@ -149,12 +149,12 @@ def _even_shares(node: Node, row: Collective, sizes: Mapping[str, int]) -> dict[
     exchanges = SPLITS[0] in row.position
     if not exchanges and not (row.replicates and "sizes" in row.position):
         return {}
-    given = arguments(node)
+    args = arguments(node)
     if exchanges:
-        parts, dim, shares = [x for key in SPLITS for x in given[key]], 0, len(given[SPLITS[0]])
+        parts, dim, shares = [x for key in SPLITS for x in args[key]], 0, len(args[SPLITS[0]])
     else:
-        parts, dim, shares = given.get("sizes") or [], given.get("dim", 0), 1
-    return _shares(parts, given["input"], dim, shares, sizes)
+        parts, dim, shares = args.get("sizes") or [], args.get("dim", 0), 1
+    return _shares(parts, args["input"], dim, shares, sizes)
 
 
 def _shares(

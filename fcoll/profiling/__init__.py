@@ -1,1 +1,1 @@
-"""What a real run's collectives took, and what this machine can do."""
+"""Measure: times of a real run's collectives, and calibration of this machine."""

@@ -69,8 +69,8 @@ def _measure_into(path: str, quiet: bool, quick: bool) -> None:
 def measure(quiet: bool = False, quick: bool = False) -> Machine:
     """The machine as the ranks of the default group find it: all of them call this together, and
     all get the same."""
-    found: dict[str, Any] = {"flops": {}, "measured": {}}
-    figures = list(_figures(found, quick))
+    results: dict[str, Any] = {"flops": {}, "measured": {}}
+    figures = list(_figures(results, quick))
     shows = dist.get_rank() == 0 and not quiet
     for i, (name, run) in enumerate(figures):
         if shows:
@@ -78,7 +78,7 @@ def measure(quiet: bool = False, quick: bool = False) -> Machine:
         run()
     if shows:
         _progress("", end="\n" if sys.stderr.isatty() else "")
-    return _machine(found, dist.get_world_size())
+    return _machine(results, dist.get_world_size())
 
 
 @dataclass(frozen=True)
@@ -144,27 +144,27 @@ def _progress(text: str, end: str = "") -> None:
     sys.stderr.flush()
 
 
-def _figures(found: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(what it is called, a function that measures it)."""
+def _figures(results: dict[str, Any], quick: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(title, a function that measures it into ``results``)."""
     sizes = QUICK if quick else SIZES
     samples: dict[tuple[str, int], list[Sample]] = {}
 
     def flops(dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
-        found["flops"][name] = _matmul_tflops(dtype)
+        results["flops"][name] = _matmul_tflops(dtype)
 
     def memory() -> None:
         x = torch.ones(16 << 20)  # 64 MiB: more than the caches hold
         y = torch.empty_like(x)
         moved = 2 * x.nbytes
-        found["memory_gb_per_s"] = moved / _agree(median_us(lambda: y.copy_(x), 0.3)) / 1e3
+        results["memory_gb_per_s"] = moved / _agree(median_us(lambda: y.copy_(x), 0.3)) / 1e3
         small = torch.ones(16)
-        found["launch_us"] = _agree(median_us(lambda: small.neg(), SECONDS))
+        results["launch_us"] = _agree(median_us(lambda: small.neg(), SECONDS))
 
     def collective(op: str) -> None:
         for size in sizes:
             samples.setdefault((op, size), []).append(call_us(op, size))
-        found["measured"][op] = [(size, typical(samples[op, size])) for size in sizes]
+        results["measured"][op] = [(size, typical(samples[op, size])) for size in sizes]
 
     for dtype in DTYPES:
         yield f"matrix products in {str(dtype).removeprefix('torch.')}", partial(flops, dtype)
@@ -180,17 +180,17 @@ def _matmul_tflops(dtype: torch.dtype) -> float:
     return 2 * n**3 / _agree(median_us(lambda: x @ x, 0.2)) / 1e6
 
 
-def _machine(found: dict[str, Any], ranks: int) -> Machine:
-    link = fit_link(found["measured"], ranks)
+def _machine(results: dict[str, Any], ranks: int) -> Machine:
+    link = fit_link(results["measured"], ranks)
     return Machine(
         name="local",
-        flops=found["flops"],
-        memory_gb_per_s=found["memory_gb_per_s"],
-        launch_us=found["launch_us"],
+        flops=results["flops"],
+        memory_gb_per_s=results["memory_gb_per_s"],
+        launch_us=results["launch_us"],
         ranks_per_node=max(os.cpu_count() or 1, ranks),
         intra=link,
         inter=link,
-        measured={op: tuple(map(tuple, points)) for op, points in found["measured"].items()},
+        measured={op: tuple(map(tuple, points)) for op, points in results["measured"].items()},
         measured_ranks=ranks,
         note=f"measured with {ranks} ranks on {os.cpu_count()} cores",
     )

@@ -52,16 +52,16 @@ class CallLines:
 
 
 def _marks(filename: str) -> Marks:
-    """Those of the collectives in a file that the fcoll backend generated; none in another."""
+    """The marks of collectives in a file that the fcoll backend generated; none in another."""
     if is_own_or_torchs(filename) or filename.startswith("<"):
         return []
-    found = []
+    marks = []
     try:
         with open(filename) as file:
             for number, text in enumerate(file, 1):
                 head, mark, facts = text.partition("# fcoll: ")
                 if mark and not head.strip():
-                    found.append((number, json.loads(facts)["source"]))
+                    marks.append((number, json.loads(facts)["source"]))
     except (OSError, ValueError, KeyError):
         return []
-    return found
+    return marks

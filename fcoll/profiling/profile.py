@@ -166,15 +166,15 @@ def profile(machine: Machine | str | Path | None = None) -> Profile:
     return Profile(machine)
 
 
-def _machine(given: Machine | str | Path | None) -> tuple[Machine | None, str]:
-    """The machine to predict for, and what to say of it."""
+def _machine(machine: Machine | str | Path | None) -> tuple[Machine | None, str]:
+    """The machine to predict for, and a note on it."""
     try:
-        found = Machine.of(given if given is not None else "local")
+        resolved = Machine.of(machine if machine is not None else "local")
     except NotCalibrated:
-        if given is not None:
+        if machine is not None:
             raise
         return None, "no predictions: run `fcoll calibrate` once, or pass machine="
-    return found, f"predicted for {found.name}: {found.note}"
+    return resolved, f"predicted for {resolved.name}: {resolved.note}"
 
 
 _HEAD = (

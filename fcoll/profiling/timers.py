@@ -1,4 +1,4 @@
-"""Timers around every collective that this process issues, while somebody listens.
+"""Timers around every collective that this process issues, while there are listeners.
 
 The program runs as it does without them: the timers stand around the calls of the extension
 module (eager's fast path, and compiled graphs), around fcoll's own kernels, and around the ops of
@@ -208,8 +208,8 @@ class Timers:
         """Around run(row, its arguments), by which gradients make their calls."""
 
         def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
-            row, given = args
-            return _of_row(row, given, out)
+            row, row_args = args
+            return _of_row(row, row_args, out)
 
         return lambda *args: self._time(run, args, {}, describe, "op")
 
@@ -231,7 +231,7 @@ class Timers:
         return out
 
     def _measure(self, run: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """What a call returns, and its us; calls within it are not timed."""
+        """The result of a call, and its time in us; calls within it are not timed."""
         self._thread.inside = True
         try:
             begin = perf_counter_ns()
@@ -244,13 +244,13 @@ class Timers:
         if self._thread.inside:
             return run(*args, **kwargs)
         call = self._pending.pop(_storage(args[0]), None)
-        left = fcoll_torch.work_registry_size()
+        registered = fcoll_torch.work_registry_size()
         out, us = self._measure(run, args, kwargs)
         if out is NotImplemented and call is not None:  # it is waited for in another way
             self._pending[_storage(args[0])] = call
         elif call is not None:
             call.waited(us)
-        elif fcoll_torch.work_registry_size() < left:
+        elif fcoll_torch.work_registry_size() < registered:
             self._wait_of_another(args[0], us)
         return out
 
@@ -267,9 +267,9 @@ class Timers:
             _, call = self._works.pop(id(work), (None, None))
             if call is None or self._thread.inside:
                 return wait(work, *args, **kwargs)
-            done, us = self._measure(wait, (work, *args), kwargs)
+            result, us = self._measure(wait, (work, *args), kwargs)
             call.waited(us)
-            return done
+            return result
 
         return timed
 
@@ -303,8 +303,8 @@ class Timers:
 
     def _hold(self, work: dist.Work, call: Call) -> None:
         if len(self._works) > 100:  # of those that C++ waits for, which nobody here sees
-            done = [key for key, (other, _) in self._works.items() if other.is_completed()]
-            for key in done:
+            finished = [key for key, (other, _) in self._works.items() if other.is_completed()]
+            for key in finished:
                 del self._works[key]
         self._works[id(work)] = work, call
 
@@ -318,7 +318,7 @@ class Timers:
 
 
 def _of_op(op: Any, row: str) -> Describe:
-    """Of an op of the table, by its schema."""
+    """Describe a call of an op of the table, by its schema."""
 
     def describe(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
         group = call_arguments(op, args, kwargs)["group_name"]
@@ -342,12 +342,12 @@ def _of_c10d(op: c10d.Op) -> Describe:
 
 
 def _compiled(args: Any, kwargs: Any, out: Any) -> tuple[str, str, int, str]:
-    """Of a collective that is read in place: its result is not there, its row knows the shape."""
+    """Describe a collective that is read in place: it has no result, so its row gives the shape."""
     own, row, reduce_op, name, _ = args
-    known = {"reduce_op": reduce_op, "group_size": by_name(name).n, "group_name": name}
+    values = {"reduce_op": reduce_op, "group_size": by_name(name).n, "group_name": name}
     schema = getattr(torch.ops.fcoll, row).default._schema
-    needed = [a.name for a in schema.arguments[1:] if not a.has_default_value()]
-    shape = COLLECTIVES[row].shape(own, *(known[key] for key in needed))
+    required = [a.name for a in schema.arguments[1:] if not a.has_default_value()]
+    shape = COLLECTIVES[row].shape(own, *(values[key] for key in required))
     elements = torch.Size(shape).numel()
     return row, name, max(own.nbytes, elements * own.itemsize), _dtype(own)
 

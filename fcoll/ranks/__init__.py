@@ -1,1 +1,1 @@
-"""Who is rank r, and what of torch is replaced while it runs."""
+"""Ranks that share a process: patches of torch's names, and module globals of each rank."""

@@ -40,24 +40,24 @@ class Globals:
         self.names = names
         self.packages = frozenset(name.partition(".")[0] for name in names)
         self.first = self._walk(_imported(names))  # what a rank begins with
-        self.held = list(self.first)
+        self.saved = list(self.first)
         self.copies = [self]  # those of all ranks and of the caller
 
     def copy(self) -> Globals:
-        """What a rank begins with, as a forked process does."""
-        made = copy.copy(self)
-        made.first, made.held = list(self.first), list(self.held)
-        self.copies.append(made)
-        return made
+        """The globals that a rank begins with, as a forked process does."""
+        copied = copy.copy(self)
+        copied.first, copied.saved = list(self.first), list(self.saved)
+        self.copies.append(copied)
+        return copied
 
     def save(self) -> None:
         """Keep what is there now."""
         if self.first:  # also containers that the rank has given up: others may know them
-            self.held = self._walk(owner for owner, _ in self.first)
+            self.saved = self._walk(owner for owner, _ in self.first)
 
     def restore(self) -> None:
         """Put it back."""
-        for owner, contents in self.held:
+        for owner, contents in self.saved:
             _put(owner, contents)
 
     def begin_again(self) -> None:
@@ -77,10 +77,10 @@ class Globals:
             return
 
         def add(module: ModuleType) -> None:
-            held = self._walk([module])
+            entries = self._walk([module])
             for each in self.copies:
-                each.held += held
-                each.first += held
+                each.saved += entries
+                each.first += entries
 
         finder = _Finder(self.names, add)
         sys.meta_path.insert(0, finder)
@@ -101,13 +101,13 @@ class Globals:
     def _walk(self, roots: Iterable[Any]) -> list[Held]:
         """All that can be reached over containers, classes of the modules, and objects of classes
         of their packages."""
-        found: list[Held] = []
-        seen, todo = set(), list(roots)
+        entries: list[Held] = []
+        visited, todo = set(), list(roots)
         while todo:
             x = todo.pop()
-            if id(x) in seen:
+            if id(x) in visited:
                 continue
-            seen.add(id(x))
+            visited.add(id(x))
             if _is(x, ModuleType, type) or _is_namespace(x):
                 if not _covers(self.names, _module_of(x)):
                     continue
@@ -118,9 +118,9 @@ class Globals:
                     todo.append(vars(x))
                 continue
             contents = _contents(x)
-            found.append((x, contents))
+            entries.append((x, contents))
             todo.extend(contents.values() if isinstance(contents, dict) else contents)
-        return found
+        return entries
 
     def _is_state(self, x: Any) -> bool:
         kind = type(x)
@@ -141,14 +141,14 @@ def _contents(owner: Any) -> Any:
 
 
 def _same(now: Any, then: Any) -> bool:
-    """The same objects, by the same names."""
+    """Are they the same objects, by the same names?"""
     if isinstance(now, dict):
         return now.keys() == then.keys() and all(now[name] is x for name, x in then.items())
     return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Of a module or class; submodules stay where they are imported, once for the process."""
+    """A module's or class's own, without submodules, which the whole process shares."""
     return {
         name: value
         for name, value in vars(owner).items()
@@ -201,7 +201,7 @@ def _imported(names: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 class _Finder:
-    """Ahead of the others in sys.meta_path: tells of modules when they have been imported."""
+    """A finder ahead of the others in sys.meta_path that calls ``imported`` after an import."""
 
     def __init__(self, names: tuple[str, ...], imported: Callable[[ModuleType], None]) -> None:
         self.names, self.imported = names, imported
@@ -236,11 +236,11 @@ _OWN = ("torch", "fcoll", "fcoll_pytest", "inductor_ext", "pytest", "_pytest")
 
 def singletons_hint() -> str:
     """Words for a test that failed on simulated ranks, if this process has such objects."""
-    found = sorted({path for path, x in _kept_once() if _holds_rank(x)})
-    if not found:
+    paths = sorted({path for path, x in _kept_once() if _holds_rank(x)})
+    if not paths:
         return ""
-    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-    module = found[0].rpartition(".")[0]
+    shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+    module = paths[0].rpartition(".")[0]
     return (
         f"{shown}: one for the whole process, and it holds a rank or the number of ranks. "
         "Simulated ranks are threads and share it; if that is the cause, let each have its own, "
@@ -266,7 +266,7 @@ _dicts: tuple[int, list[dict[Any, Any]]] = 0, []  # of so many modules
 
 
 def _shared_dicts() -> list[dict[Any, Any]]:
-    """Of classes; looked for again where modules were imported, since it takes up to 0.1 s."""
+    """The dicts of classes, searched again only after imports, since it takes up to 0.1 s."""
     global _dicts
     if _dicts[0] != len(sys.modules):
         _dicts = len(sys.modules), [x for _, x in _kept_once() if type(x) is dict]
@@ -281,8 +281,8 @@ def _kept_once() -> Iterator[tuple[str, Any]]:
             continue
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
-                kept = [x for x in list(vars(value).values()) if type(x) in (dict, value)]
-                yield from ((f"{name}.{key}", x) for x in kept)
+                objects = [x for x in list(vars(value).values()) if type(x) in (dict, value)]
+                yield from ((f"{name}.{key}", x) for x in objects)
             elif getattr(type(value), "__module__", None) == name:
                 yield f"{name}.{key}", value
 

@@ -73,8 +73,8 @@ class Patches:
 
     def _rebase(self, owner: Any, name: str, before: Any) -> bool:
         """Put ``before`` back instead of what was there, if this name is replaced here."""
-        for i, (mine, known, _) in enumerate(self._before):
-            if mine is owner and known == name:
+        for i, (own_owner, own_name, _) in enumerate(self._before):
+            if own_owner is owner and own_name == name:
                 self._before[i] = owner, name, before
                 return True
         return False
@@ -147,11 +147,11 @@ def replaced_now() -> dict[str, list[str]]:
     ...     replaced_now()["an example"]
     ['math.pi']
     """
-    found: dict[str, list[str]] = {}
+    replaced: dict[str, list[str]] = {}
     with _lock:
         for patches in _in_force:
-            found.setdefault(patches.by, []).extend(patches.names())
-    return found
+            replaced.setdefault(patches.by, []).extend(patches.names())
+    return replaced
 
 
 def report() -> str:
@@ -170,9 +170,9 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 def torchrun_variables(world_size: int, rank: int | None = None) -> Iterator[None]:
     """Inside, the environment tells of a world on one host, as torchrun does; of a rank, too, if it
     is given. Libraries that find none take it that they are alone."""
-    given = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
-    given |= {} if rank is None else dict.fromkeys(RANK_VARIABLES, rank)
-    shown = {name: str(number) for name, number in given.items()}
+    numbers = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
+    numbers |= {} if rank is None else dict.fromkeys(RANK_VARIABLES, rank)
+    shown = {name: str(number) for name, number in numbers.items()}
     shown |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     before = {name: os.environ.get(name) for name in shown}
     os.environ.update(shown)

@@ -55,7 +55,7 @@ SHALLOW_COPY_CHECKS = (private("torch", "_has_compatible_shallow_copy_type"),)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
-    """Inside, a tensor subclass' own __torch_function__ is not asked."""
+    """Inside, a tensor subclass' own __torch_function__ is not called."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

@@ -61,8 +61,8 @@ def exchange(
     """
     if anchor is None:
         return _moved(plan, group, tensors, like, into), None
-    anchor, *made = _Exchange.apply(plan, group, like, anchor, *tensors)
-    return made, anchor
+    anchor, *results = _Exchange.apply(plan, group, like, anchor, *tensors)
+    return results, anchor
 
 
 class _Exchange(torch.autograd.Function):
@@ -77,8 +77,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         anchor, *targets = grads
-        made = _Exchange.apply(ctx.plan.reversed, ctx.group, ctx.like, anchor, *targets)
-        return None, None, None, *made
+        sources = _Exchange.apply(ctx.plan.reversed, ctx.group, ctx.like, anchor, *targets)
+        return None, None, None, *sources
 
 
 def _moved(
@@ -91,46 +91,46 @@ def _moved(
     me = group.ranks[group.rank]
     mine = [i for i, block in enumerate(plan.sources) if block.rank == me]
     sources = dict(zip(mine, tensors, strict=True))
-    wanted = [i for i, block in enumerate(plan.targets) if block.rank == me]
+    to_here = [i for i, block in enumerate(plan.targets) if block.rank == me]
 
-    kept, parts = plan.kept_on(me), list[BlockTransfer]()
+    staying, parts = plan.kept_on(me), list[BlockTransfer]()
     arrived = like.new_empty(0)
     if plan.moves:
         sent, received = dict(plan.sent_by(me)), dict(plan.received_by(me))
         single = len(mine) == 1 and tensors[0].is_contiguous()
         source = plan.sources[mine[0]].box if single else None
-        target = plan.targets[wanted[0]].box if len(wanted) == 1 and into is None else None
-        sends_memory = _is_memory_of(sent, kept, source, group)
-        if sends_memory or _is_memory_of(received, kept, target, group):
+        target = plan.targets[to_here[0]].box if len(to_here) == 1 and into is None else None
+        sends_memory = _is_memory_of(sent, staying, source, group)
+        if sends_memory or _is_memory_of(received, staying, target, group):
             # what stays goes along: the carrier copies it to its place, and sends it nowhere
-            sent[me] = received[me] = kept
-            kept = []
+            sent[me] = received[me] = staying
+            staying = []
         parts = _in_order(received, group)
         order = _in_order(sent, group)
         packed = tensors[0].view(-1) if sends_memory else _packed(plan, sources, order, like)
         splits = _sizes(received, group), _sizes(sent, group)
         arrived = all_to_all(packed, group, *splits)
-    if into is None and not kept and len(wanted) == 1:
-        whole = plan.targets[wanted[0]].box
+    if into is None and not staying and len(to_here) == 1:
+        whole = plan.targets[to_here[0]].box
         if are_rows_of([t.box for t in parts], whole):
             return [arrived.view(whole.sizes)]
-    made = into or [arrived.new_empty(plan.targets[j].box.sizes) for j in wanted]
-    _unpack(plan, dict(zip(wanted, made, strict=True)), sources, kept, parts, arrived)
-    return list(made)
+    results = into or [arrived.new_empty(plan.targets[j].box.sizes) for j in to_here]
+    _unpack(plan, dict(zip(to_here, results, strict=True)), sources, staying, parts, arrived)
+    return list(results)
 
 
 _ByRank = dict[int, list[BlockTransfer]]
 
 
 def _is_memory_of(
-    moved: _ByRank, kept: list[BlockTransfer], whole: Box | None, group: Group
+    moved: _ByRank, staying: list[BlockTransfer], whole: Box | None, group: Group
 ) -> bool:
     """Is what is sent or received, with what stays in between, the memory of one shard? And does
     more move than stays: else a copy of what stays costs more than it saves."""
     volume = sum(t.box.volume for transfers in moved.values() for t in transfers)
-    if whole is None or volume < sum(t.box.volume for t in kept):
+    if whole is None or volume < sum(t.box.volume for t in staying):
         return False
-    everything = {**moved, group.ranks[group.rank]: kept}
+    everything = {**moved, group.ranks[group.rank]: staying}
     return are_rows_of([t.box for t in _in_order(everything, group)], whole)
 
 
@@ -147,7 +147,7 @@ def _sizes(by_rank: _ByRank, group: Group) -> list[int]:
 def _packed(
     plan: Plan, sources: dict[int, Tensor], parts: Sequence[BlockTransfer], like: Tensor
 ) -> Tensor:
-    """What is sent, one behind the other."""
+    """The parts that are sent, one behind the other in a flat tensor."""
     pieces = [sources[t.source][t.box.within(plan.sources[t.source].box)] for t in parts]
     packed = like.new_empty(sum(piece.numel() for piece in pieces))
     for place, piece in zip(packed.split([p.numel() for p in pieces]), pieces, strict=True):
@@ -157,20 +157,20 @@ def _packed(
 
 def _unpack(
     plan: Plan,
-    made: dict[int, Tensor],
+    results: dict[int, Tensor],
     sources: dict[int, Tensor],
-    kept: Sequence[BlockTransfer],
+    staying: Sequence[BlockTransfer],
     parts: Sequence[BlockTransfer],
     arrived: Tensor,
 ) -> None:
     """Write the targets: of what stayed, and of what arrived."""
-    for t in kept:
+    for t in staying:
         block = sources[t.source][t.box.within(plan.sources[t.source].box)]
-        made[t.target][t.box.within(plan.targets[t.target].box)].copy_(block)
+        results[t.target][t.box.within(plan.targets[t.target].box)].copy_(block)
     pieces = arrived.split([t.box.volume for t in parts])
     for t, piece in zip(parts, pieces, strict=True):
         inside = t.box.within(plan.targets[t.target].box)
-        made[t.target][inside].copy_(piece.view(t.box.sizes))
+        results[t.target][inside].copy_(piece.view(t.box.sizes))
 
 
 # -- blocks in one flat tensor ---

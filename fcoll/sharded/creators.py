@@ -1,4 +1,4 @@
-"""Making sharded tensors: of values that need no data, of ranks' shards, of one rank's tensor."""
+"""Sharded tensors are created: from values that need no data, ranks' shards, one rank's tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with sharded tensors: one class a mistake, as in fcoll/errors.py.
+"""Errors of sharded tensors: one class a mistake, as in fcoll/errors.py.
 
 Where torch's ShardedTensor raises for the same mistake, its words are in the message and the class
 is of torch's kind too, so that code which looks for either goes on working.

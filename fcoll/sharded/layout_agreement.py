@@ -1,4 +1,4 @@
-"""What the ranks tell each other of a sharded tensor, before a byte of it moves.
+"""Agreement on a layout: ranks compare what they know of a sharded tensor before it moves.
 
 Nothing is sent when a tensor is made by its spec, so ranks may hold different ones. The first call
 that communicates gathers a digest of what each rank knows of the layout; where they differ the
@@ -76,11 +76,11 @@ def check_digests(func: str, st: Any, digests: Sequence[int]) -> None:
     """Raise unless all ranks have the same digest of the tensor."""
     if len(set(digests)) > 1:
         raise _difference(func, st.group, view_of(st))
-    st._agreed = not is_traced()  # a trace has asked nobody
+    st._agreed = not is_traced()  # in a trace no rank was asked
 
 
 def check_agreement(func: str, st: Any) -> None:
-    """Raise on all ranks unless they know the same of the tensor; asked once in its life."""
+    """Raise on all ranks unless they know the same of the tensor; compared once in its life."""
     if not st._agreed:
         check_digests(
             func, st, [d for (d,) in gather_numbers(st.group, [digest_of(st)], st.device)]
@@ -112,8 +112,8 @@ def agree_on(func: str, group: Group, device: Any, find: Callable[[], tuple[T, V
 
     If it fails on one rank, that rank raises its own error and the others one that names it.
     """
-    found, mistake = attempt(find)
-    value, view = found or (None, {})
+    answer, mistake = attempt(find)
+    value, view = answer or (None, {})
     mine = WRONG if mistake else digest(repr(view))
     digests = [d for (d,) in gather_numbers(group, [mine], device)]
     if mistake is not None:
@@ -126,7 +126,7 @@ def agree_on(func: str, group: Group, device: Any, find: Callable[[], tuple[T, V
 
 
 def attempt(find: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returns, or what it raises: to be told to the other ranks before it is raised."""
+    """(result, None) or (None, the exception): other ranks are sent it before it is raised."""
     try:
         return find(), None
     except Exception as error:

@@ -1,5 +1,5 @@
-"""A sharded tensor of shards that the ranks have already: do they make one tensor, on this rank and
-over all ranks?
+"""Sharded tensors from shards that the ranks have already, checked to make one tensor: on this rank
+and over all ranks.
 
 Errors name the rank and the property. A rank whose shards are wrong tells the others, so that all
 raise and nobody waits.
@@ -91,8 +91,8 @@ def _of_rank(
 def _gathered(g: Group, find: Any) -> list[Any]:
     """What each rank finds. If that fails on one, it raises its error and the others one that
     names it."""
-    found, mistake = attempt(find)
-    everyone = gather_objects((found, str(mistake) if mistake else None), g)
+    own, mistake = attempt(find)
+    everyone = gather_objects((own, str(mistake) if mistake else None), g)
     if mistake is not None:
         raise mistake
     for rank, (_, text) in zip(g.ranks, everyone, strict=True):
@@ -110,7 +110,7 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> Any:
-    """The same where every rank knows the metadata of all: nothing is sent, each rank checks its
+    """From local shards, where every rank knows all metadata: nothing is sent, each rank checks its
     own shards, and that all together cover the tensor once."""
     pg, me = as_process_group(process_group), dist.get_rank()
     shards, metadata = local_shards, sharded_tensor_metadata
@@ -138,7 +138,7 @@ def init_from_local_tensor(
     process_group: GroupLike = None,
     init_rrefs: bool = False,
 ) -> Any:
-    """The same where the spec says which part of the whole this rank's tensor is.
+    """From one tensor a rank, where the spec says which part of the whole it is.
 
     >>> x = torch.full((2, 3), float(rank))
     >>> st = fcoll.sharded.from_local_tensor(x, fcoll.sharded.chunk(0, n), 2 * n, 3)
@@ -247,35 +247,35 @@ def _same_on_rank(rank: int, name: str, one: Any, other: Any) -> None:
 
 
 def _check_against(
-    shards: Sequence[Shard], wanted: TensorProperties, owners: Sequence[Owner]
+    shards: Sequence[Shard], properties: TensorProperties, owners: Sequence[Owner]
 ) -> None:
     """Local shards have the properties that the global metadata name."""
     for shard, (rank, device) in zip(shards, owners, strict=True):
         tensor, own = shard.tensor, shard.metadata
-        _as_named(rank, "layout", wanted.layout, tensor.layout)
+        _as_named(rank, "layout", properties.layout, tensor.layout)
         if not tensor.is_contiguous():
             raise _wrong(rank, f"{CONTIGUOUS}! A shard on rank:{rank} is not", _CONTIGUOUS)
         _as_named(rank, "size", own.shard_sizes, list(tensor.size()), "local ShardMetadata")
-        _as_named(rank, "pin_memory", wanted.pin_memory, tensor.is_pinned())
+        _as_named(rank, "pin_memory", properties.pin_memory, tensor.is_pinned())
         _as_named(rank, "device", device, tensor.device, "local ShardMetadata")
-        _as_named(rank, "dtype", wanted.dtype, tensor.dtype)
-        _as_named(rank, "requires_grad", wanted.requires_grad, tensor.requires_grad)
+        _as_named(rank, "dtype", properties.dtype, tensor.dtype)
+        _as_named(rank, "requires_grad", properties.requires_grad, tensor.requires_grad)
 
 
-def _as_named(rank: int, name: str, want: Any, got: Any, by: str = "tensor property") -> None:
-    if want != got:
+def _as_named(rank: int, name: str, want: Any, actual: Any, by: str = "tensor property") -> None:
+    if want != actual:
         why = (
             f"Local shards' tensor {name} property is incompatible with {by} on rank {rank}: "
-            f"{by} {name}={want}, local shard tensor {name}={got}"
+            f"{by} {name}={want}, local shard tensor {name}={actual}"
         )
         raise _wrong(rank, why, "Make the shards as the metadata say, or the other way round.")
 
 
 def _of_all(
-    found: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int]
+    by_rank: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int]
 ) -> ShardedTensorMetadata:
     """The metadata of all ranks as one; None for ranks that have no shard."""
-    of_rank = [(r, m) for r, m in zip(ranks, found, strict=True) if m is not None]
+    of_rank = [(r, m) for r, m in zip(ranks, by_rank, strict=True) if m is not None]
     if not of_rank:
         raise BadShards(
             why="ShardedTensor have no local shards on all ranks!",

@@ -38,17 +38,17 @@ def shard_parameter(
     (torch.Size([2, 4]), True)
     """
     tensor = _parameter(module, param_name)
-    made = shard_tensor(tensor.detach(), sharding_spec, src_rank, process_group)
+    sharded = shard_tensor(tensor.detach(), sharding_spec, src_rank, process_group)
     trained = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-    module.register_parameter(param_name, nn.Parameter(made, trained))
+    module.register_parameter(param_name, nn.Parameter(sharded, trained))
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
     """The parameter, if it can be sharded."""
     kind = type(module).__name__
     if not hasattr(module, name):
-        found = ", ".join(n for n, _ in module.named_parameters(recurse=False)) or "none"
-        raise NoSuchParameter(module=kind, name=name, found=f"the parameters {found}")
+        names = ", ".join(n for n, _ in module.named_parameters(recurse=False)) or "none"
+        raise NoSuchParameter(module=kind, name=name, found=f"the parameters {names}")
     tensor = getattr(module, name)
     if not isinstance(tensor, Tensor):
         why = f"Expected {kind}.{name} to be a Tensor, but found {type(tensor).__name__}"
@@ -84,10 +84,10 @@ def shard_module(
         if isinstance(how, ShardingSpec):
             shard_parameter(owner, name, how, src_rank, process_group)
             continue
-        made = how.shard(module.get_submodule(path))
+        replacement = how.shard(module.get_submodule(path))
         # one without a forward only holds what the old one computes with, which it has sharded
-        if type(made).forward is not nn.Module.forward:
-            setattr(owner, name, made)
+        if type(replacement).forward is not nn.Module.forward:
+            setattr(owner, name, replacement)
     for path, spec in (plan.output_plan or {}).items():
         reshard_output(module.get_submodule(path), spec)
     for path in plan.return_local_tensor or []:

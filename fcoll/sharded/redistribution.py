@@ -1,5 +1,5 @@
-"""A sharded tensor elsewhere: cut another way, whole on one rank or on all, and the shards of other
-ranks."""
+"""Reshard and gather: a sharded tensor cut another way, whole on one rank or on all, and the shards
+of other ranks."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class RemoteShard:
     shard: Shard
 
     def owner(self) -> RemoteOwner:
-        """Who holds it."""
+        """The rank that holds it."""
         return RemoteOwner(self.rank, f"rank{self.rank}")
 
     def to_here(self) -> Shard:
@@ -250,9 +250,9 @@ def remote_shards(st: Any, ranks: Iterable[int] | None = None) -> dict[int, list
         return _references(st, ranks)
     group, blocks, me = st.group, blocks_of(st), dist.get_rank()
     check_agreement("remote_shards", st)
-    wanted = set(group.ranks if ranks is None else ranks) - {me}
-    asked = dict(zip(group.ranks, gather_objects(wanted, group), strict=True))
-    for rank, theirs in asked.items():  # all ranks raise, so that none waits for another
+    own_request = set(group.ranks if ranks is None else ranks) - {me}
+    requests = dict(zip(group.ranks, gather_objects(own_request, group), strict=True))
+    for rank, theirs in requests.items():  # all ranks raise, so that none waits for another
         if strange := sorted(theirs - set(group.ranks)):
             why = f"rank {rank} asks for ranks {strange}, which are not in {list(group.ranks)}"
             raise NoRemoteShards(why=why, hint="Ask for ranks of the tensor's group.")
@@ -260,7 +260,7 @@ def remote_shards(st: Any, ranks: Iterable[int] | None = None) -> dict[int, list
         (rank, i)
         for rank in group.ranks
         for i, block in enumerate(blocks)
-        if block.rank in asked[rank]
+        if block.rank in requests[rank]
     ]
     with torch.no_grad():
         tensors, _ = move_blocks(st, [Block(rank, blocks[i].box) for rank, i in copies])

@@ -1,5 +1,5 @@
-"""A sharded tensor as rules and transfers see it: its blocks, this rank's data, and new tensors of
-what an op made of them."""
+"""What rules and transfers use of a sharded tensor: its blocks, this rank's data, and result_of,
+which makes the sharded result of an op."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fcoll.sharded.errors import CannotReshard, CutDim, DimOutOfRange
 from fcoll.sharded.specs import blocks_on, box_of, inferred_spec
 from fcoll.sharded.transfer_plan import Block, Box
 
-# -- what there is ---
+# -- blocks and data ---
 
 
 def blocks_of(st: Any) -> tuple[Block, ...]:

@@ -159,11 +159,11 @@ def check_layout(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
         a, b = (full[i][0] for i in pair)
         both = boxes[pair[0]].meet(boxes[pair[1]])
         raise _layout_error(f"Shards {a} and {b} overlap", f"Both hold {_shown(both)}.", a, b)
-    held, volume = sum(box.volume for box in boxes), math.prod(size)
-    if held != volume:
+    covered, volume = sum(box.volume for box in boxes), math.prod(size)
+    if covered != volume:
         gap = first_gap(boxes, Box.whole(size))
         why = (
-            f"Total volume of shards: {held} does not match tensor volume: {volume}, in other "
+            f"Total volume of shards: {covered} does not match tensor volume: {volume}, in other "
             "words all the individual shards do not cover the entire tensor"
         )
         raise _layout_error(why, f"No shard holds {_shown(gap)}.")
@@ -202,8 +202,8 @@ def inferred_spec(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Shard
         dim = cut.pop()
         ordered = sorted(shards, key=lambda shard: shard.shard_offsets[dim])
         spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered])
-        made = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
-        if made == ordered:
+        chunks = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
+        if chunks == ordered:
             return spec
     listed = object.__new__(EnumerableShardingSpec)  # torch's own check refuses some empty shards
     listed.shards = list(shards)
@@ -239,7 +239,7 @@ def owner(pg: Any, placement: Any) -> Owner:
 
 
 def owners(pg: Any, shards: Sequence[ShardMetadata]) -> list[Owner]:
-    """The same for all shards."""
+    """``owner`` of all shards."""
     members = _members(pg)
     return [_owner(shard.placement, members) for shard in shards]
 

@@ -152,9 +152,9 @@ def _blocks(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement])
 def _local(st: ShardedTensor, targets: list[Block]) -> Tensor:
     """This rank's block; of a rank that is not in the mesh an empty tensor."""
     me = dist.get_rank()
-    filled, wanted = ({b for b in blocks if b.box.volume} for blocks in (blocks_of(st), targets))
-    if filled == wanted:  # the same answer on every rank
-        mine = [s.tensor for s in st._local_shards if Block(me, box_of(s.metadata)) in wanted]
+    placed, targeted = ({b for b in blocks if b.box.volume} for blocks in (blocks_of(st), targets))
+    if placed == targeted:  # the same answer on every rank
+        mine = [s.tensor for s in st._local_shards if Block(me, box_of(s.metadata)) in targeted]
         if mine:
             return mine[0]
     tensors, anchor = move_blocks(st, targets)

@@ -107,21 +107,20 @@ class Plan:
 
     def kept_on(self, rank: int) -> list[BlockTransfer]:
         """What stays on a rank."""
-        mine, wanted = _of(self.sources, rank), _of(self.targets, rank)
-        return list(self._between(mine, wanted))
+        return list(self._between(_of(self.sources, rank), _of(self.targets, rank)))
 
     def sent_by(self, rank: int) -> list[tuple[int, list[BlockTransfer]]]:
         """(to whom, what) of what a rank sends, receivers in order."""
         others = [j for j, target in enumerate(self.targets) if target.rank != rank]
-        found = self._between(_of(self.sources, rank), others)
-        return _by_rank(found, lambda t: self.targets[t.target].rank)
+        transfers = self._between(_of(self.sources, rank), others)
+        return _by_rank(transfers, lambda t: self.targets[t.target].rank)
 
     def received_by(self, rank: int) -> list[tuple[int, list[BlockTransfer]]]:
         """(from whom, what) of what a rank receives, senders in order; of each sender in the order
         in which it sends."""
         others = [i for i, source in enumerate(self.sources) if source.rank != rank]
-        found = self._between(others, _of(self.targets, rank))
-        return _by_rank(found, lambda t: self.sources[t.source].rank)
+        transfers = self._between(others, _of(self.targets, rank))
+        return _by_rank(transfers, lambda t: self.sources[t.source].rank)
 
     def _crossing(self) -> Iterator[BlockTransfer]:
         everything = self._between(range(len(self.sources)), range(len(self.targets)))
@@ -129,21 +128,21 @@ class Plan:
 
     def _between(self, sources: Sequence[int], targets: Sequence[int]) -> Iterator[BlockTransfer]:
         for i in sources:
-            held = self.sources[i].box
+            source = self.sources[i].box
             for j in targets:
-                if box := held.meet(self.targets[j].box):
+                if box := source.meet(self.targets[j].box):
                     yield BlockTransfer(i, j, box)
 
 
-def _of(held: Sequence[Block], rank: int) -> list[int]:
-    return [i for i, h in enumerate(held) if h.rank == rank]
+def _of(blocks: Sequence[Block], rank: int) -> list[int]:
+    return [i for i, block in enumerate(blocks) if block.rank == rank]
 
 
 def _by_rank(
-    found: Iterator[BlockTransfer], rank_of: Callable[[BlockTransfer], int]
+    transfers: Iterator[BlockTransfer], rank_of: Callable[[BlockTransfer], int]
 ) -> list[tuple[int, list[BlockTransfer]]]:
     groups: dict[int, list[BlockTransfer]] = {}
-    for transfer in found:
+    for transfer in transfers:
         groups.setdefault(rank_of(transfer), []).append(transfer)
     return sorted(groups.items())
 

@@ -118,7 +118,7 @@ def multi_root_tile_reduce(
     group_name: str,
     reduce_op: str = "sum",
 ) -> None:
-    """The same for several tiles, each with a root of its own."""
+    """``tile_reduce`` of several tiles, each with a root of its own."""
     if len(in_tiles) != len(roots) or len(set(roots)) != len(roots):
         message = f"{len(in_tiles)} tiles need as many different roots, got {list(roots)}"
         raise BadSymmetricCall(message=f"multi_root_tile_reduce: {message}")

@@ -70,13 +70,13 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[Any],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """The same for scaled numbers. ``A_scale`` is one number, a column for the rows of this rank's
-    A, or one for the rows of the whole."""
+    """``fused_all_gather_matmul`` of scaled numbers. ``A_scale`` is one number, a column for the
+    rows of this rank's A, or one for the rows of the whole."""
     op = "fused_all_gather_scaled_matmul"
     _check(op, A, Bs, gather_dim)
     lists = (B_scales, biases, result_scales, out_dtypes, use_fast_accum)
-    if any(len(given) != len(Bs) for given in lists):
-        lengths = ", ".join(str(len(given)) for given in lists)
+    if any(len(each) != len(Bs) for each in lists):
+        lengths = ", ".join(str(len(each)) for each in lists)
         raise BadSymmetricCall(message=f"{op}: there are {len(Bs)} Bs, and lists of {lengths}")
     front = _front(A, gather_dim)
     whole = _gathered(A.movedim(gather_dim, front), front, group_name)
@@ -154,8 +154,8 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """The same for scaled numbers. The product has ``output_shape`` when it is scattered along
-    ``orig_scatter_dim``; ``A_scale`` is one number or a column for the rows of A."""
+    """``fused_matmul_reduce_scatter`` of scaled numbers. The product has ``output_shape`` when it
+    is scattered along ``orig_scatter_dim``; ``A_scale`` is one number or a column for A's rows."""
     op = "fused_scaled_matmul_reduce_scatter"
     _check(op, A, [B], scatter_dim_after_maybe_reshape)
     if A_scale.numel() != 1:
@@ -205,17 +205,17 @@ _KERNELS = (
 
 
 def _first(x: Tensor, *args: Any) -> Tensor:
-    """Of an op that writes to its input, and returns it."""
+    """Fake of an op that writes to its input, and returns it."""
     return x
 
 
 def _last(*args: Any) -> Tensor:
-    """Of an op that writes to its last argument, and returns it."""
+    """Fake of an op that writes to its last argument, and returns it."""
     return args[-1]
 
 
 def _nothing(*args: Any) -> None:
-    """Of an op that writes to arguments, and returns none."""
+    """Fake of an op that writes to arguments, and returns none."""
 
 
 _FAKES = {

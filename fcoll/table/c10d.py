@@ -75,7 +75,7 @@ class Message:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those other arguments by name."""
+        """The row's arguments that are no tensors, by name."""
         names = [a.name for a in COLLECTIVES[self.row].arguments if not a.is_tensor]
         return dict(zip(names, self.more, strict=False))
 
@@ -117,8 +117,8 @@ class Op:
         return c10d_arguments(self.name)
 
     @cached_property
-    def _taken(self) -> frozenset[str]:
-        """Those that its message is made of."""
+    def _own_arguments(self) -> frozenset[str]:
+        """The arguments that its message is made of."""
         return frozenset(inspect.signature(self.message).parameters)
 
     @cached_property
@@ -145,7 +145,7 @@ class Op:
 
     @cached_property
     def _tensors(self) -> list[tuple[str, int]]:
-        """Those of its arguments, and how deep they lie in lists."""
+        """Its tensor arguments, and how deep they lie in lists."""
         depths = {"Tensor": 0, "Tensors": 1, "Sequence[Tensors]": 2}
         parameters = list(inspect.signature(self.message).parameters.values())
         return [(p.name, depths[p.annotation]) for p in parameters[: self.group_at]]
@@ -160,11 +160,11 @@ class Op:
 
     def read(self, named: Mapping[str, Any], group: Callable[[ProcessGroup], Group]) -> Message:
         """The message of a call with these arguments; ``group`` makes (name, n) of a group."""
-        known: dict[str, Any] = {"process_group": group(unboxed_group(named["process_group"]))}
+        resolved: dict[str, Any] = {"process_group": group(unboxed_group(named["process_group"]))}
         if not isinstance(named.get("reduce_op", ""), str):
-            known["reduce_op"] = reduce_op_name(named["reduce_op"])
-        given = {**named, **known}
-        return self.message(**{name: given[name] for name in self._taken & given.keys()})
+            resolved["reduce_op"] = reduce_op_name(named["reduce_op"])
+        values = {**named, **resolved}
+        return self.message(**{name: values[name] for name in self._own_arguments & values.keys()})
 
     def of_method(self, args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
         """The op's arguments of a call of one of its methods, by name but the group; and what was
@@ -193,8 +193,8 @@ class Op:
         return named, reduce_op
 
     def pieces(self, message: Message, n: int) -> tuple[list[Tensor], list[Tensor]]:
-        """What a rank of n gives and gets: the tensors of the call, or views of them where one is
-        that of all ranks."""
+        """The pieces that a rank of n gives and gets: the tensors of the call, or views of them
+        where one tensor is for all ranks."""
         ins, outs = message.ins, message.outs
         if message.lists:
             return list(ins[0]), list(outs[0])

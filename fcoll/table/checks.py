@@ -111,7 +111,7 @@ def check_list(op: str, inputs: Sequence[Tensor], dims: Sequence[int] | None = N
 def check_gathers(
     op: str, input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
 ) -> None:
-    """Of collectives that put the ranks' parts together along dim."""
+    """The check of collectives that put the ranks' parts together along dim."""
     check_device(op, input.device.type, group_name)
     check_group_size(op, group_size, group_name)
     if input.dim():
@@ -126,7 +126,7 @@ def check_gathers(
 def check_scatters(
     op: str, input: Tensor, group_size: int, group_name: str, dim: int = 0, sizes: Sizes = None
 ) -> None:
-    """Of collectives that cut a tensor into the ranks' parts along dim."""
+    """The check of collectives that cut a tensor into the ranks' parts along dim."""
     check_device(op, input.device.type, group_name)
     check_group_size(op, group_size, group_name)
     check_dim(op, input, dim)

@@ -39,9 +39,9 @@ def _check_all_to_all(
         if why:
             fail(BadSplits, op=op, arg=arg, splits=listed(splits), why=why, n=n)
     r = group_rank(group_name)
-    sent, kept = input_split_sizes[r], output_split_sizes[r]
-    if guard_or_false(sent != kept):
-        why = f"rank {r} sends itself {shown(sent)} rows and expects {shown(kept)}"
+    sent, expected = input_split_sizes[r], output_split_sizes[r]
+    if guard_or_false(sent != expected):
+        why = f"rank {r} sends itself {shown(sent)} rows and expects {shown(expected)}"
         shown_splits = listed(output_split_sizes)
         fail(BadSplits, op=op, arg="output_splits", splits=shown_splits, why=why, n=n)
 
@@ -104,11 +104,11 @@ def _uneven_all_to_all(xs: list[Tensor], args: list[dict[str, Any]]) -> list[Ten
     sent = pieces.parts_of(xs, [a["input_split_sizes"] for a in args])
     arrived = pieces.received("all_to_all", sent)
     for i, (ys, a) in enumerate(zip(arrived, args, strict=True)):
-        wanted, sizes = a["output_split_sizes"], [y.shape[0] for y in ys]
-        if wanted and list(wanted) != sizes:
+        splits, sizes = a["output_split_sizes"], [y.shape[0] for y in ys]
+        if splits and list(splits) != sizes:
             why = f"rank {i} is sent {sizes} rows"
             facts = {"op": "all_to_all_single", "arg": "output_splits", "n": len(xs)}
-            fail(BadSplits, splits=listed(wanted), why=why, **facts)
+            fail(BadSplits, splits=listed(splits), why=why, **facts)
     return [torch.cat(ys) for ys in arrived]
 
 

@@ -134,9 +134,9 @@ def _issue(
     if work is None:
         fill()
         return
-    done = Then([work], fill)
+    completion = Then([work], fill)
     for out in outs:
-        issued(out, done)
+        issued(out, completion)
 
 
 def _run_all_reduce(inputs: Sequence[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:

@@ -113,8 +113,8 @@ def _run_batch(
         outs.append(x.new_empty(0) if sends else buf)
         transfers.append(Transfer(sends, buf, peer, tag))
     works = carrier_of_pairs(g).transfer(transfers, g)
-    done = works[0] if len(works) == len(outs) == 1 else Then(works)
-    return [issued(out, done) for out in outs]
+    work = works[0] if len(works) == len(outs) == 1 else Then(works)
+    return [issued(out, work) for out in outs]
 
 
 BATCH_P2P_OPS = declare(

@@ -21,7 +21,7 @@ from fcoll import _torch
 from fcoll.errors import UnknownGroup
 from fcoll.transport.native import build
 
-_KEPT_BYTES, _KEPT = 1 << 16, 64  # of starts of sums, and how many
+_CACHE_BYTES, _CACHE_ENTRIES = 1 << 16, 64  # of starts of sums, and how many
 _FEW = 1 << 13  # elements whose strides do not matter
 _SMALL = 1 << 18  # elements that are sooner copied than added one slice after the other
 _LARGE_BYTES = 32 << 20  # glibc takes fresh memory for every block from here on
@@ -59,7 +59,7 @@ class Partition:
 
     @classmethod
     def along(cls, shape: Sequence[int], *axes: int) -> Partition:
-        """Of a mesh of this shape: the groups that span one axis, or several at once."""
+        """The groups of a mesh of this shape that span one axis, or several at once."""
         ranks = _cpu_range(shape).movedim(axes, tuple(range(-len(axes), 0)))
         rows = ranks.reshape(-1, ranks[(0,) * (len(shape) - len(axes))].numel())
         return cls(tuple(map(tuple, rows.tolist())))
@@ -161,7 +161,7 @@ class Partition:
 
     def summed(self, x_W: Tensor, zero: complex) -> Tensor:
         """[W, ...] -> [groups, ...]: each group's sum, added rank by rank, of groups that sum at
-        once, on a CPU and in no trace. What it starts from is kept if small.
+        once, on a CPU and in no trace. The zeros that it starts from are cached if small.
 
         index_add adds one slice after the other: 64 x 1 KiB in 8 us, by torch.add 112.
         """
@@ -169,18 +169,18 @@ class Partition:
         if x_W.numel() > _FEW and not x_W.is_contiguous():
             x_W, back = _dense(x_W)
         shape, dtype = (len(self.groups), *x_W.shape[1:]), x_W.dtype
-        start = self._kept.get((shape, dtype))
+        start = self._cache.get((shape, dtype))
         if start is None:
             with torch.inference_mode(False):
                 start = torch.full(shape, zero, dtype=dtype, device="cpu")
-            if start.nbytes <= _KEPT_BYTES and len(self._kept) < _KEPT:
-                self._kept[shape, dtype] = start
+            if start.nbytes <= _CACHE_BYTES and len(self._cache) < _CACHE_ENTRIES:
+                self._cache[shape, dtype] = start
         total = start.index_add(0, self.group_index(x_W), x_W)
         return total.permute(back).contiguous() if back else total
 
     def group_index(self, like: Tensor) -> Tensor:
         """The group of each rank; in no trace."""
-        index = self._kept.get(("group", like.device))
+        index = self._cache.get(("group", like.device))
         return self._index("group", like) if index is None else index
 
     def only_on(self, rank: int, y: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Partition:
         return {"members": members, "place": place, "group": group}
 
     @cached_property
-    def _kept(self) -> dict[Any, Tensor]:
+    def _cache(self) -> dict[Any, Tensor]:
         return {}
 
     def _index(self, which: str, like: Tensor) -> Tensor:
@@ -217,10 +217,10 @@ class Partition:
         if _torch.tracing():
             return torch.tensor(self._indices[which], device=like.device)
         key = which, like.device
-        if key not in self._kept:
+        if key not in self._cache:
             with torch.inference_mode(False):
-                self._kept[key] = torch.tensor(self._indices[which], device=like.device)
-        return self._kept[key]
+                self._cache[key] = torch.tensor(self._indices[which], device=like.device)
+        return self._cache[key]
 
 
 def _dense(x_W: Tensor) -> tuple[Tensor, list[int]]:

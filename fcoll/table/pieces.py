@@ -72,7 +72,7 @@ def received(
     reduced: dict[tuple[int, int], Tensor] = {}
     arrived: list[list[Tensor]] = []
     for to, all_sources in enumerate(_sources(route, n, k, root)):
-        got: list[Tensor] = []
+        mine: list[Tensor] = []
         for at, sources in enumerate(all_sources):
             first = sources[0]  # no two sums have it in common
             if outs is not None:  # where there is a sum, all of its parts are alike
@@ -81,14 +81,14 @@ def received(
             if len(sources) > 1 and first not in reduced:
                 parts = _alike([pieces[rank][i] for rank, i in sources])
                 reduced[first] = fold(REDUCTIONS[reduce_op], parts)
-            got.append(reduced[first] if len(sources) > 1 else pieces[first[0]][first[1]])
-        arrived.append(got)
+            mine.append(reduced[first] if len(sources) > 1 else pieces[first[0]][first[1]])
+        arrived.append(mine)
     return arrived
 
 
 @functools.lru_cache(maxsize=64)
 def _sources(route: str, n: int, k: int, root: int) -> list[list[Sources]]:
-    """Of every piece that each rank gets."""
+    """The sources of every piece that each rank gets."""
     return [ROUTES[route](to, n, k, root) for to in range(n)]
 
 
@@ -120,5 +120,5 @@ def parts_of(xs: Sequence[Tensor], sizes: Sequence[Any], dim: int = 0) -> list[t
 
 
 def only(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Of ranks that get one piece each."""
+    """The one piece of each rank."""
     return [piece for (piece,) in pieces]

@@ -1,4 +1,4 @@
-"""Plans: what a call of a row does on stacked ranks, found out once for all calls that look alike.
+"""Plans of stacked calls: a row's call prepared once for all calls that look alike.
 
 Whoever makes a plan reads and checks the call; whoever runs it brings the tensors. Batched
 simulation and LocalTensors keep theirs here.

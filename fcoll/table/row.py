@@ -212,19 +212,19 @@ def declare(name: str, schema: str, **facts: Any) -> Collective:
 
 def by_name(row: Collective, rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule that names its arguments, as one of all arguments of the row's schema."""
-    wanted = inspect.signature(rule).parameters
-    if any(p.kind is p.VAR_POSITIONAL for p in wanted.values()):
+    parameters = inspect.signature(rule).parameters
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         return rule  # it takes them all
-    names = [*row.position, *(x for x in wanted if x not in row.position)]
+    names = [*row.position, *(x for x in parameters if x not in row.position)]
     position = {name: i for i, name in enumerate(names)}
-    known = {x: p.default for x, p in wanted.items()} | {"op": row.name}
-    defaults, taken = [known.get(name) for name in names], [position[x] for x in wanted]
+    named = {x: p.default for x, p in parameters.items()} | {"op": row.name}
+    defaults, indices = [named.get(name) for name in names], [position[x] for x in parameters]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *defaults[len(args) :]]
         for name, value in kwargs.items():
             values[position[name]] = value
-        return rule(*[values[i] for i in taken])
+        return rule(*[values[i] for i in indices])
 
     return call
 

@@ -95,7 +95,7 @@ def rule(
 
 
 def no_rule(op: str, why: str, hint: str) -> Callable[..., Any]:
-    """In the place of a rule that cannot be."""
+    """A rule that raises: the collective has no meaning on stacked ranks."""
 
     def stacked(xs_W: Any, args: Args, groups: Any) -> Any:
         fail(NoStackedRule, op=op, why=why, hint=hint)

@@ -34,7 +34,7 @@ from fcoll.ranks.patches import patched
 
 
 class _Never(Exception):
-    """In the place of an exception that this version of torch does not have."""
+    """Stands for an exception that this version of torch does not have."""
 
 
 detect_fake_mode = private("torch._guards", "detect_fake_mode")
@@ -47,7 +47,7 @@ is_traceable_wrapper_subclass = private(
 tree_iter = private("torch.utils._pytree", "tree_iter")
 _device_constructors = private("torch.utils._device", "_device_constructors")
 
-# -- in place of what is there ---
+# -- patches ---
 
 
 #: Inside, a class or module has these attributes; what it had comes back at the end.
@@ -157,7 +157,7 @@ def around_sharding_propagation(pause: Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def real_meshes() -> Iterator[None]:
-    """What a mesh computes of its ranks while a step is traced (``mesh["tp"]``) has values."""
+    """Inside, a mesh computes on real tensors of its ranks (``mesh["tp"]``), also in a trace."""
     slices, ranks = DeviceMesh.__getitem__, DeviceMesh.mesh
 
     def real(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,11 +175,11 @@ def real_meshes() -> Iterator[None]:
 def around_axes(note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Call note(axes) whenever a mesh is asked for axes, by name or number."""
 
-    def asked(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        for given in (*args, *kwargs.values()):
-            note(given)
+    def note_all(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        for axes in (*args, *kwargs.values()):
+            note(axes)
 
-    return _ahead_of(DeviceMesh, ("__getitem__", "get_group", "get_local_rank", "size"), asked)
+    return _ahead_of(DeviceMesh, ("__getitem__", "get_group", "get_local_rank", "size"), note_all)
 
 
 @contextmanager
@@ -265,17 +265,17 @@ def fsdp_objects(modules: Iterable[torch.nn.Module]) -> list[Any]:
     if fsdp is None:
         return []
     todo: list[Any] = [m._get_fsdp_state() for m in modules if isinstance(m, fsdp.FSDPModule)]
-    found: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     while todo:
         x = todo.pop()
         if isinstance(x, (list, tuple, set)):
             todo += x
         elif isinstance(x, dict):
             todo += x.values()
-        elif id(x) not in found and _is_of_fsdp(x):
-            found[id(x)] = x
+        elif id(x) not in objects and _is_of_fsdp(x):
+            objects[id(x)] = x
             todo += vars(x).values()
-    return list(found.values())
+    return list(objects.values())
 
 
 def _is_of_fsdp(x: Any) -> bool:
@@ -284,7 +284,7 @@ def _is_of_fsdp(x: Any) -> bool:
     return mine and hasattr(x, "__dict__") and not isinstance(x, (torch.nn.Module, Enum))
 
 
-# -- what is asked about ranks ---
+# -- questions about ranks ---
 
 _FOLDER = os.path.dirname(torch.__file__)
 
@@ -316,19 +316,19 @@ KNOWN = (
 def known_groups() -> list[tuple[dist.ProcessGroup, dict[int, int], str]]:
     """The groups that there are: their ranks and names."""
     ranks, names = c10d._world.pg_group_ranks, c10d._world.pg_names
-    return [(pg, known, str(names[pg])) for pg, known in ranks.items()]
+    return [(pg, places, str(names[pg])) for pg, places in ranks.items()]
 
 
 @contextmanager
 def group_ranks_replaced(groups: dict[dist.ProcessGroup, Any]) -> Iterator[None]:
-    """Inside, c10d finds these where it keeps the ranks of groups."""
-    kept = c10d._world.pg_group_ranks
-    before = {pg: kept[pg] for pg in groups}
-    kept.update(groups)
+    """Inside, c10d's table of the ranks of groups has these entries."""
+    group_ranks = c10d._world.pg_group_ranks
+    before = {pg: group_ranks[pg] for pg in groups}
+    group_ranks.update(groups)
     try:
         yield
     finally:
-        kept.update(before)
+        group_ranks.update(before)
 
 
 @contextmanager
@@ -503,22 +503,22 @@ def new_fake(mode: Any, like: Any, storage: Any, attributes: dict[torch.device, 
     """A fake tensor with these sizes and strides, on new memory or this one. ``attributes`` keeps
     those of a device's first: a copy of them takes 4 us, FakeTensor's constructor 11."""
     with torch._C._DisableTorchDispatch():
-        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device="meta")
+        meta = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device="meta")
         if storage is not None:
-            made.set_(storage, like.offset, like.size, like.stride)
-    known = attributes.get(like.device)
-    if known is None:
-        fake = FakeTensor(mode, made, like.device)
+            meta.set_(storage, like.offset, like.size, like.stride)
+    cached = attributes.get(like.device)
+    if cached is None:
+        fake = FakeTensor(mode, meta, like.device)
         attributes[like.device] = dict(vars(fake))
         return fake
     fake = torch.Tensor._make_subclass(
-        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=like.device
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=like.device
     )
     if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(known)
+    vars(fake).update(cached)
     return fake
 
 

@@ -44,7 +44,7 @@ def _compiler(recorder: Recorder, phase: str) -> Callable[..., Any]:
 
 
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with code of its own, which torch.compile's results for it go away with."""
+    """A copy of fn with a code object of its own, so that torch.compile's cache goes with it."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -64,11 +64,11 @@ class _Recorded(fx.Interpreter):
             return self.run(*args)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.recorder.given = _origin(n, self.phase)
+        self.recorder.node_origin = _origin(n, self.phase)
         try:
             return super().run_node(n)
         finally:
-            self.recorder.given = None
+            self.recorder.node_origin = None
 
 
 def _origin(node: fx.Node, phase: str) -> Origin:

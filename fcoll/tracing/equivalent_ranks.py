@@ -1,4 +1,4 @@
-"""Which ranks do the same? Those that give the same answers to all that a program asks about ranks.
+"""Equivalent ranks: those with the same answers to all that a program asks about ranks.
 
 While a rank is traced, its number is not an int but a Number, which has the value of every rank. A
 comparison (``rank == 13``) is answered for the rank that is traced, and the ranks with another
@@ -40,7 +40,7 @@ class Alike:
         return mine.item()
 
     def only_me(self) -> None:
-        """The program has asked for what cannot be said of the others."""
+        """The program asked for something that is known of this rank only."""
         self.same &= self.ranks == self.rank
 
     def index(self, axis: str) -> Values:
@@ -110,7 +110,7 @@ def together(keys: Sequence[Values]) -> Values:
 
 
 class Number:
-    """A number of every rank, that acts as the traced rank's; every decision by it is asked."""
+    """A number of every rank that acts as the traced rank's; every decision by it goes to ask()."""
 
     __slots__ = ("_of", "_values")
 
@@ -167,9 +167,9 @@ class Number:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An op on tensors and numbers. Where it computes element by element the number decides
         nothing but values, as in ``targets >= rank * size``, and a trace has no values."""
-        plain = this_ranks if getattr(func, "__name__", "") in _ELEMENTWISE else _plain
-        given = {name: nested(plain, x) for name, x in (kwargs or {}).items()}
-        return func(*nested(plain, args), **given)
+        plain = this_ranks if getattr(func, "__name__", "") in _ELEMENTWISE else plain_number
+        options = {name: nested(plain, x) for name, x in (kwargs or {}).items()}
+        return func(*nested(plain, args), **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of.ask(self._values), name)
@@ -187,7 +187,7 @@ def _computing(fn: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Number
         theirs = _values_of(other)
         if theirs is None:
             of_tensor = hasattr(other, "__torch_function__")
-            mine = (this_ranks if of_tensor else _plain)(self)
+            mine = (this_ranks if of_tensor else plain_number)(self)
             return fn(other, mine) if swapped else fn(mine, other)
         a, b = (theirs, self._values) if swapped else (self._values, theirs)
         if fn in _DIVIDING:
@@ -213,22 +213,18 @@ def _plainly(name: str) -> Callable[..., Any]:
     """By the plain number: seldom done with ranks."""
 
     def method(self: Number, *others: Any) -> Any:
-        return getattr(self._of.ask(self._values), name)(*map(_plain, others))
+        return getattr(self._of.ask(self._values), name)(*map(plain_number, others))
 
     return method
 
 
-def _plain(x: Any) -> Any:
+def plain_number(x: Any) -> Any:
+    """The plain number that a Number is on the traced rank; anything else as it is."""
     return x._of.ask(x._values) if type(x) is Number else x
 
 
-def asked(x: Any) -> Any:
-    """The plain number that a Number is on the traced rank; anything else as it is."""
-    return _plain(x)
-
-
 def this_ranks(x: Any) -> Any:
-    """The traced rank's number, to be in a tensor: asked is who reads a tensor's value then."""
+    """The traced rank's number as a tensor element: who reads the tensor's value decides by it."""
     if type(x) is not Number:
         return x
     x._of.in_tensors = True

@@ -1,5 +1,5 @@
-"""A DeviceMesh of any size over groups that communicate nothing: no processes, no data. What a
-rank must hear from others before its step can be traced, it finds where they left it."""
+"""A DeviceMesh of any size over groups that communicate nothing: no processes, no data; and
+values that ranks publish for each other while they are traced."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def traceable_reducers() -> Iterator[None]:
                 nonlocal brought
                 if not brought and threading.get_ident() == thread:
                     brought = True
-                    stack.enter_context(plugin("reducers").made())
+                    stack.enter_context(plugin("reducers").installed())
                 return method(*args, **kwargs)
 
             return call
@@ -120,26 +120,26 @@ class NewGroup:
 @contextmanager
 def new_groups_noted() -> Iterator[list[NewGroup]]:
     """Inside, what makes groups is written down."""
-    made: list[NewGroup] = []
+    groups: list[NewGroup] = []
 
     def note(ranks: Sequence[int], local: bool) -> None:
-        made.append(NewGroup(tuple(map(int, ranks)), local, user_line()))
+        groups.append(NewGroup(tuple(map(int, ranks)), local, user_line()))
 
     with around_new_groups(note):
-        yield made
+        yield groups
 
 
 @contextmanager
 def axes_asked_for() -> Iterator[set[str]]:
     """The axes that a program names while this is open: mesh["tp"], mesh.get_group("tp")."""
-    asked: set[str] = set()
+    axes: set[str] = set()
 
-    def note(given: Any) -> None:
-        names = given if isinstance(given, (tuple, list)) else (given,)
-        asked.update(name for name in names if isinstance(name, str))
+    def note(key: Any) -> None:
+        names = key if isinstance(key, (tuple, list)) else (key,)
+        axes.update(name for name in names if isinstance(name, str))
 
     with around_axes(note):
-        yield asked
+        yield axes
 
 
 def current_axes() -> dict[str, int]:
@@ -147,7 +147,7 @@ def current_axes() -> dict[str, int]:
     return dict(_active[-1].axes) if _active else {}
 
 
-# -- what ranks tell one another while they are traced, since groups communicate nothing ---
+# -- values that traced ranks exchange, since groups communicate nothing ---
 
 Key = tuple[Any, ...]
 
@@ -155,7 +155,7 @@ _exchanges: list[PeerValues] = []
 
 
 class Published(BaseException):
-    """A rank has published what was wanted of it: it need not go on. No program catches it."""
+    """A rank has published its target: it need not go on. No program catches it."""
 
 
 class Requested(BaseException):
@@ -168,10 +168,10 @@ class Requested(BaseException):
 
 @dataclass
 class PeerValues:
-    """One run of a rank: what others have published, and what it is run for, if not for itself."""
+    """One run of a rank: the published values, and the key that it is run to publish, if any."""
 
     published: dict[Key, Any]
-    wanted: Key | None = None
+    target: Key | None = None
     counts: Counter[Key] = field(default_factory=Counter)  # the same is published once for each use
 
     def key(self, about: Key, mine: bool) -> Key:
@@ -189,17 +189,17 @@ def exchanging(values: PeerValues) -> Iterator[None]:
 
 
 def publish(about: Key, value: Any) -> None:
-    """Tell another rank; ``about`` is what both call it."""
+    """Publish a value for another rank; ``about`` is the key that both use."""
     if not _exchanges:
         return
     key = _exchanges[-1].key(about, mine=True)
     _exchanges[-1].published[key] = value
-    if key == _exchanges[-1].wanted:
+    if key == _exchanges[-1].target:
         raise Published
 
 
 def request(about: Key, source: int, what: str) -> Any:
-    """What a rank, by its global number, has published."""
+    """The value that a rank, by its global number, has published."""
     if not _exchanges:
         raise NeedsPeers(what=what, rank=source, line=program_line() or "")
     key = _exchanges[-1].key(about, mine=False)

@@ -36,29 +36,29 @@ class Found:
 
 def reachable(*roots: Any) -> Found:
     """What the roots hold: through closures, attributes, containers and globals by name."""
-    found = Found()
-    seen: set[int] = set()
+    objects = Found()
+    visited: set[int] = set()
     todo: list[tuple[Any, Any, Any]] = [(None, None, root) for root in reversed(roots)]
-    while todo and len(seen) < _LIMIT:
+    while todo and len(visited) < _LIMIT:
         holder, key, x = todo.pop()
         if isinstance(x, Tensor):
-            _add_tensor(found, holder, key, x, str(key))
+            _add_tensor(objects, holder, key, x, str(key))
             continue
-        if id(x) in seen or isinstance(x, _ATOMS):
+        if id(x) in visited or isinstance(x, _ATOMS):
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if isinstance(x, torch.nn.Module):
-            _add_module(found, x)
+            _add_module(objects, x)
         elif isinstance(x, torch.optim.Optimizer):
             inner = vars(x).get("optimizer")
             if isinstance(inner, torch.optim.Optimizer):  # accelerate's passes all on to it
                 todo.append((None, None, inner))
                 continue
-            found.optimizers.append(x)
+            objects.optimizers.append(x)
         elif _is_of_pipeline(x):
-            found.pipelines.append(x)
+            objects.pipelines.append(x)
         todo.extend(_held_by(x))
-    return found
+    return objects
 
 
 def _is_of_pipeline(x: Any) -> bool:
@@ -68,25 +68,25 @@ def _is_of_pipeline(x: Any) -> bool:
     )
 
 
-def _add_tensor(found: Found, holder: Any, key: Any, x: Tensor, name: str) -> None:
+def _add_tensor(objects: Found, holder: Any, key: Any, x: Tensor, name: str) -> None:
     for shard in getattr(x, "_local_shards", ()):  # a sharded tensor is what its shards are
-        _add_tensor(found, _Fields(shard), "tensor", shard.tensor, name)
-    if "." in name or id(x) not in found.tensors:  # a path says more than a list's index
-        found.tensors[id(x)] = (x, name)
+        _add_tensor(objects, _Fields(shard), "tensor", shard.tensor, name)
+    if "." in name or id(x) not in objects.tensors:  # a path says more than a list's index
+        objects.tensors[id(x)] = (x, name)
     if holder is not None:
-        found.places.append((holder, key, x))
+        objects.places.append((holder, key, x))
 
 
-def _add_module(found: Found, module: torch.nn.Module) -> None:
+def _add_module(objects: Found, module: torch.nn.Module) -> None:
     """The module and all inside; a module found inside another keeps the path from the outer."""
     for path, child in module.named_modules():
-        if child in found.modules:
+        if child in objects.modules:
             continue
-        found.modules[child] = path
-        for held in (child._parameters, child._buffers):
-            for key, x in held.items():
+        objects.modules[child] = path
+        for holder in (child._parameters, child._buffers):
+            for key, x in holder.items():
                 if x is not None:
-                    _add_tensor(found, held, key, x, _parameter_path(path, key))
+                    _add_tensor(objects, holder, key, x, _parameter_path(path, key))
 
 
 def _parameter_path(path: str, key: str) -> str:
@@ -206,7 +206,7 @@ def fake_copy(x: Tensor, mode: Any) -> Tensor:
 
 
 @contextmanager
-def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
+def faked(objects: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
     """Inside, fake copies are where the tensors on the meta device were; the copies by id.
 
     Real tensors stay: the fake mode knows how to take them. Without a mode it is the real tensors
@@ -214,23 +214,23 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
     the tensors, the states and rates of the optimizers, what FSDP2 has gathered and where the
     stages of pipelines are too.
     """
-    all_tensors = [x for x, _ in found.tensors.values()]
+    all_tensors = [x for x, _ in objects.tensors.values()]
     replaced = (x for x in all_tensors if x.is_meta == (mode is not None))
     copies = {id(x): fake_copy(x, mode) for x in replaced if not hasattr(x, "_local_shards")}
-    grads = [(x, x.grad) for x, _ in found.tensors.values() if x.is_leaf]
-    states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in found.optimizers]
-    parameters = [_Contents(module._parameters) for module in found.modules]
-    rates = [_Contents(group) for o in found.optimizers for group in o.param_groups]
+    grads = [(x, x.grad) for x, _ in objects.tensors.values() if x.is_leaf]
+    states = [(o, {k: dict(v) for k, v in o.state.items()}) for o in objects.optimizers]
+    parameters = [_Contents(module._parameters) for module in objects.modules]
+    rates = [_Contents(group) for o in objects.optimizers for group in o.param_groups]
     in_shards = [x for x in all_tensors if hasattr(x, "_local_shards")]
-    stateful = [*_torch.fsdp_objects(found.modules), *found.pipelines, *in_shards]
+    stateful = [*_torch.fsdp_objects(objects.modules), *objects.pipelines, *in_shards]
     attributes = [_Attributes(x) for x in stateful if hasattr(x, "__dict__")]
     try:
-        for holder, key, x in found.places:
+        for holder, key, x in objects.places:
             if id(x) in copies:
                 holder[key] = copies[id(x)]
         yield copies
     finally:
-        for holder, key, x in found.places:
+        for holder, key, x in objects.places:
             if id(x) in copies:
                 holder[key] = x
         for x, grad in grads:
@@ -245,7 +245,7 @@ def faked(found: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
 
 
 class _Contents:
-    """What is in a list, dict or set now."""
+    """A snapshot of a list, dict or set."""
 
     def __init__(self, container: Any) -> None:
         self.container, self.before = container, container.copy()
@@ -258,7 +258,7 @@ class _Contents:
 
 
 class _Attributes:
-    """What an object's attributes are now; and of those that are containers, what is in them. Hooks
+    """A snapshot of an object's attributes, and of what is in those that are containers. Hooks
     stay: they are on modules, too."""
 
     def __init__(self, x: Any) -> None:
@@ -309,35 +309,35 @@ class Results:
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
-        self._kept: dict[Any, _Kept | None] = {}
+        self._entries: dict[Any, _Kept | None] = {}
         self._attributes: dict[torch.device, Any] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         key: list[Any] = [func, torch.get_default_dtype()]
         tensors: list[Tensor] = []
         if not (self._add(key, tensors, args) and self._add(key, tensors, kwargs)):
-            return self._ask(func, args, kwargs)
+            return self._run(func, args, kwargs)
         frozen = tuple(key)
         try:
-            kept = self._kept[frozen]
+            entry = self._entries[frozen]
         except KeyError:
-            out = self._ask(func, args, kwargs)
-            self._kept[frozen] = self._entry(func, tensors, out)
+            out = self._run(func, args, kwargs)
+            self._entries[frozen] = self._entry(func, tensors, out)
             return out
-        if kept is None:
-            return self._ask(func, args, kwargs)
-        if kept.same_as is not None:
-            return tensors[kept.same_as]
-        made = [self._made(like, tensors) for like in kept.likes]
-        return tuple(made) if kept.is_tuple else made[0]
+        if entry is None:
+            return self._run(func, args, kwargs)
+        if entry.same_as is not None:
+            return tensors[entry.same_as]
+        outs = [self._tensor_like(like, tensors) for like in entry.likes]
+        return tuple(outs) if entry.is_tuple else outs[0]
 
     @staticmethod
-    def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            if (told := lacks_dtype(func, args, kwargs, error)) is not None:
-                raise told from error
+            if (rule_error := lacks_dtype(func, args, kwargs, error)) is not None:
+                raise rule_error from error
             raise
 
     def _add(self, key: list[Any], tensors: list[Tensor], x: Any) -> bool:
@@ -374,14 +374,14 @@ class Results:
         same = [i for i, x in enumerate(tensors) if any(y is x for y in outs)]
         if same:
             return None if is_tuple else _Kept((), same_as=same[0])
-        given = [_torch.storage_id(x) for x in tensors]
-        made = [_torch.storage_id(y) for y in outs]
-        shared = [given.index(s) if s in given else None for s in made]
-        if len({*made}) < len(made) or (is_tuple and any(s is not None for s in shared)):
+        inputs = [_torch.storage_id(x) for x in tensors]
+        results = [_torch.storage_id(y) for y in outs]
+        shared = [inputs.index(s) if s in inputs else None for s in results]
+        if len({*results}) < len(results) or (is_tuple and any(s is not None for s in shared)):
             return None
         return _Kept(tuple(map(_like, outs, shared)), is_tuple)
 
-    def _made(self, like: _Like, tensors: list[Tensor]) -> Tensor:
+    def _tensor_like(self, like: _Like, tensors: list[Tensor]) -> Tensor:
         storage = None if like.view_of is None else tensors[like.view_of].untyped_storage()
         return _torch.new_fake(self.mode, like, storage, self._attributes)
 

@@ -43,7 +43,7 @@ class Pending:
         return self.outs
 
     def storages(self) -> set[int]:
-        """What is being written to: any use of it comes after the wait."""
+        """The storages that are being written to: any use of them comes after the wait."""
         return {_torch.storage_id(x) for x in self.outs or self.results}
 
     def complete(self) -> None:
@@ -58,7 +58,7 @@ class Pending:
 
 
 class Handle:
-    """What an exchange gives whose splits a C++ group cannot take."""
+    """The handle of an exchange whose splits are symbols, which no C++ group takes."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -93,7 +93,7 @@ def op_of(func: Any) -> Op | None:
 
 
 def start(op: Op, args: Any, kwargs: Any) -> tuple[Pending, bool]:
-    """Start what a c10d op does; and is it to be completed at once?"""
+    """Start the message of a c10d op; and is it to be completed at once?"""
     named = op.named(args, kwargs)
     group = _torch.unboxed_group(named["process_group"])
     with torch.no_grad():

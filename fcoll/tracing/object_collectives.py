@@ -146,7 +146,7 @@ def recv_object_list(
 
 
 def _from(place: int, me: int, mine: list[Any] | None, group: Any) -> list[Any]:
-    """The sender's objects: told to the others, each of whom may ask once for each call."""
+    """The sender's objects: it publishes them, the others request them once a call."""
     ranks = _ranks(group)
     about = ("objects", tuple(ranks), place)
     if me == place:

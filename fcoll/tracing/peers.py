@@ -46,33 +46,33 @@ class Board:
 
     @contextmanager
     def traced(self, rank: int, alike: Alike | None = None) -> Iterator[Trace]:
-        """The trace of a rank; inside, its world is there. ``alike`` is told what it asks."""
+        """The trace of a rank; inside, its world is there. ``alike`` records what it asks."""
         with ExitStack() as world:
             while True:
                 try:
-                    made = self._run(rank, None, world, alike)
+                    result = self._run(rank, None, world, alike)
                     break
                 except Requested as request:
                     world.close()
                     self._find_out([request])
-            yield made
+            yield result
 
     def _run(
-        self, rank: int, wanted: Key | None, world: ExitStack, alike: Alike | None = None
+        self, rank: int, target: Key | None, world: ExitStack, alike: Alike | None = None
     ) -> Trace:
         world.enter_context(shared_dicts_put_back())
         world.enter_context(Globals(self.isolate).put_back())
-        with exchanging(PeerValues(self.published, wanted)), agreeing(self.agreed):
+        with exchanging(PeerValues(self.published, target)), agreeing(self.agreed):
             mesh = world.enter_context(fake_world(**self.axes, rank=rank))  # type: ignore[arg-type]
             with answering_for(alike) if alike is not None else nullcontext():
                 with new_groups_noted() as before:
                     fn, args = ran("build", self.build(mesh))
-                made = trace(fn, *args, mode=self.mode)
-            made.new_groups = (*before, *made.new_groups)
-            made.take(self.sizes)
+                result = trace(fn, *args, mode=self.mode)
+            result.new_groups = (*before, *result.new_groups)
+            result.take(self.sizes)
             if alike is not None:
-                alike.issued(made.collectives)
-            return made
+                alike.issued(result.collectives)
+            return result
 
     def _find_out(self, todo: list[Requested]) -> None:
         """Run the ranks that publish what is requested, first those that they need themselves."""

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining in a trace: stages tell each other shapes when they first run."""
+"""torch.distributed.pipelining in a trace: stages exchange shapes when they first run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fcoll.tracing import _torch
 
 
 @contextmanager
-def stages_told(
+def shapes_exchanged(
     pause: Callable[[], AbstractContextManager[Any]],
-    say: Callable[[tuple[Any, ...], Any], None],
-    ask: Callable[[tuple[Any, ...], int, str], Any],
+    publish: Callable[[tuple[Any, ...], Any], None],
+    request: Callable[[tuple[Any, ...], int, str], Any],
 ) -> Iterator[None]:
-    """Inside, stages that first run learn shapes by say() and ask(), under pause(): what a step in
-    the middle of training does not do is no part of a trace."""
+    """Inside, stages that first run learn shapes by publish() and request(), under pause(): a step
+    in the middle of training does not do it, so it is no part of a trace."""
     from torch.distributed.pipelining import schedules, stage
 
     prepare = schedules._PipelineSchedule._initialize_pp_stages
@@ -45,12 +45,12 @@ def stages_told(
         return tuple(dist.get_process_group_ranks(x.group)), source, to
 
     def send(self: Any, meta: Any, dst_stage: int) -> None:
-        say(about(self, self.stage_index, dst_stage), meta)
+        publish(about(self, self.stage_index, dst_stage), meta)
 
     def receive(self: Any, src_stage: int) -> Any:
         what = f"the shapes between stages {src_stage} and {self.stage_index} of a pipeline"
         peer = self._resolve_peer_global_rank(src_stage)
-        return ask(about(self, src_stage, self.stage_index), peer, what)
+        return request(about(self, src_stage, self.stage_index), peer, what)
 
     # of these two names torch has the first until 2.14 and the second from 2.15 on
     votes = dict.fromkeys(("_warmup_p2p", "_initialize_pipeline_distributed_state"), vote)

@@ -1,4 +1,4 @@
-"""What a program asks torch about ranks, answered with Numbers (equivalent_ranks.py) in a trace."""
+"""A program's queries of ranks to torch, answered in a trace by Numbers (equivalent_ranks.py)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from fcoll.groups import by_name
 from fcoll.ranks.patches import RANK_VARIABLES
 from fcoll.source import is_library, is_pythons
 from fcoll.tracing import _torch
-from fcoll.tracing.equivalent_ranks import MOST_MEMBERS, Alike, Number, asked, nested, this_ranks
+from fcoll.tracing.equivalent_ranks import (
+    MOST_MEMBERS,
+    Alike,
+    Number,
+    nested,
+    plain_number,
+    this_ranks,
+)
 
 
 @contextmanager
 def answering_for(alike: Alike) -> Iterator[None]:
-    """Inside a fake world, questions about ranks are asked of ``alike``."""
+    """Inside a fake world, queries of ranks are answered by ``alike``."""
     rank = dist.ProcessGroup.rank
     groups = {
-        pg: _GroupRanks(known, axis, alike)
-        for pg, known, axis in _torch.known_groups()
+        pg: _GroupRanks(places, axis, alike)
+        for pg, places, axis in _torch.known_groups()
         if axis in alike.axes
     }
 
@@ -61,8 +68,8 @@ def answering_for(alike: Alike) -> Iterator[None]:
 
 @contextmanager
 def _variables(alike: Alike) -> Iterator[None]:
-    """Inside, a rank that is read from torchrun's variables is text, of which nothing more can be
-    asked: what the program then does is known of this rank alone."""
+    """Inside, a rank that is read from torchrun's variables is plain text, whose further use cannot
+    be followed: what the program then does is known of this rank alone."""
     kind = type(os.environ)
     read = kind.__getitem__
 
@@ -85,13 +92,13 @@ def _reads_for_itself() -> bool:
 
 @contextmanager
 def _numbers_in_tensors(alike: Alike) -> Iterator[None]:
-    """Inside, a seed or an element of a tensor that is made of a rank is not asked. From then on,
-    a program that reads a known value of a tensor is: it may be such a one."""
+    """Inside, a rank that becomes a seed or an element of a tensor decides nothing. From then on,
+    a read of a tensor's known value makes the trace this rank's alone: it may depend on a rank."""
 
     def plainly(fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = {name: nested(this_ranks, x) for name, x in kwargs.items()}
-            return fn(*nested(this_ranks, args), **given)
+            options = {name: nested(this_ranks, x) for name, x in kwargs.items()}
+            return fn(*nested(this_ranks, args), **options)
 
         return call
 
@@ -112,13 +119,13 @@ def _numbers_in_tensors(alike: Alike) -> Iterator[None]:
 
 
 def _sized(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes sizes: torch takes none but ints, and every one that is made of a rank
-    is asked."""
+    """A function that takes sizes: torch takes none but ints, so a size computed from a rank
+    decides."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(type(x) in _MAY_BE_RANKS for x in args) or kwargs:
-            args = nested(asked, args)
-            kwargs = {name: nested(asked, x) for name, x in kwargs.items()}
+            args = nested(plain_number, args)
+            kwargs = {name: nested(plain_number, x) for name, x in kwargs.items()}
         return fn(*args, **kwargs)
 
     return call
@@ -143,8 +150,8 @@ def _by_library() -> bool:
 
 
 def _answer(alike: Alike, plain: Any, values: Any) -> Any:
-    """A Number; but libraries that cut tensors up get the plain one: what they make of it is asked
-    elsewhere (``shares``)."""
+    """A Number; but libraries that cut tensors up get the plain one: what they decide by it is
+    taken into account elsewhere (``shares``)."""
     if _is_known():
         return plain
     if values is None:
@@ -154,7 +161,7 @@ def _answer(alike: Alike, plain: Any, values: Any) -> Any:
 
 
 def _is_known() -> bool:
-    """Does a library ask whose use of ranks is known?"""
+    """Is the caller a library whose use of ranks is known?"""
     frame = _asker()
     while frame is not None:
         name = frame.f_code.co_filename
@@ -167,7 +174,7 @@ def _is_known() -> bool:
 
 
 def _asker() -> FrameType | None:
-    """The frame that asked something of this file."""
+    """The frame that called into this file."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -181,8 +188,8 @@ def _names(frame: FrameType, name: str) -> bool:
 class _GroupRanks(dict):
     """A group's ranks -> their places in it, as c10d keeps them."""
 
-    def __init__(self, known: dict[int, int], axis: str, alike: Alike) -> None:
-        super().__init__(known)
+    def __init__(self, places: dict[int, int], axis: str, alike: Alike) -> None:
+        super().__init__(places)
         self.axis, self.alike = axis, alike
 
     def __getitem__(self, rank: Any) -> Any:
@@ -222,7 +229,7 @@ def _of_meshes(alike: Alike) -> dict[str, Any]:
     local, coordinate, ranks = DeviceMesh.get_local_rank, DeviceMesh.get_coordinate, DeviceMesh.mesh
 
     def index(mesh: Any, i: int) -> Any:
-        """Of the i-th axis of a mesh, if it is one of the world's."""
+        """Every rank's place on the i-th axis of a mesh, if it is one of the world's axes."""
         names = mesh.mesh_dim_names or ()
         if i >= len(names) or names[i] not in alike.axes:
             return None
@@ -245,7 +252,7 @@ def _of_meshes(alike: Alike) -> dict[str, Any]:
         return _answer(alike, dist.get_rank(), alike.ranks)
 
     def mesh_ranks(mesh: Any) -> Any:
-        """Whoever has the same place on all other axes has the same ranks in it."""
+        """Ranks with the same place on all other axes have the same ranks in the mesh."""
         frame = _asker()
         if mesh.size() < alike.size and frame and not is_library(frame.f_code.co_filename):
             for axis in sorted(set(alike.axes) - set(mesh.mesh_dim_names or ())):

@@ -1,5 +1,5 @@
-"""What reads a tensor's value gives, while a step is traced: ``item()``, ``float()``, ``bool()``,
-``tolist()``, formatting; and the same of the symbols that integers are."""
+"""Placeholders for the values that a traced step reads from tensors: ``item()``, ``float()``,
+``bool()``, ``tolist()``, formatting; and for the symbols that integers are."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def reading(values: Values, is_written: Callable[[Tensor], bool]) -> Iterator[No
 
 @contextmanager
 def reading_compiled(values: Values) -> Iterator[None]:
-    """The same for a compiled step: values are plain numbers, which Dynamo knows."""
+    """``reading`` for a compiled step: values are plain numbers, which Dynamo knows."""
 
     def item(x: Tensor) -> Any:
-        found = read(x)
-        if not isinstance(found, _torch.SYMBOLS) or _torch.is_compiling():
-            return found
-        if isinstance(found, SymBool):
+        value = read(x)
+        if not isinstance(value, _torch.SYMBOLS) or _torch.is_compiling():
+            return value
+        if isinstance(value, SymBool):
             return values.decide()
-        return values.plain_float() if isinstance(found, SymFloat) else values.plain_int()
+        return values.plain_float() if isinstance(value, SymFloat) else values.plain_int()
 
     read = Tensor.item
     conversions = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}
@@ -72,10 +72,10 @@ def _of_tensors(is_written: Callable[[Tensor], bool]) -> dict[str, Any]:
     read, listed, array = Tensor.item, Tensor.tolist, Tensor.numpy
 
     def item(x: Tensor) -> Any:
-        found = read(x)
-        if not isinstance(found, SymFloat):
-            return found
-        return Unknown.made(current().number, str(_torch.expression(found)))
+        value = read(x)
+        if not isinstance(value, SymFloat):
+            return value
+        return Unknown.computed(current().number, str(_torch.expression(value)))
 
     def tolist(x: Tensor) -> Any:
         if isinstance(x, _torch.FakeTensor) or not is_written(x):
@@ -153,21 +153,21 @@ def _of_symbols(cls: Any, conversions: dict[str, Callable[[Any], Any]]) -> dict[
         return format(_as_number(x), spec) if spec else str(x)
 
     def truth(x: Any) -> bool:
-        """Of n and of n > 3; to know it may follow from what is known of n."""
+        """bool(n) and bool(n > 3): torch may know the answer from what it knows of n."""
         return current().decide(condition=_torch.expression(x))
 
     answers: dict[str, Callable[[Any], Any]] = {**conversions, "__bool__": truth}
-    found = {name: _if_unknown(getattr(cls, name), fn) for name, fn in answers.items()}
-    return {**found, "__format__": formatted, "__round__": lambda x, digits=None: x}
+    methods = {name: _if_unknown(getattr(cls, name), fn) for name, fn in answers.items()}
+    return {**methods, "__format__": formatted, "__round__": lambda x, digits=None: x}
 
 
-def _if_unknown(known: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``known(x)`` if torch can say it; else, to a program that asks, ``otherwise(x)``. torch's own
+def _if_unknown(exact: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``exact(x)`` if torch can say it; else, to a program that asks, ``otherwise(x)``. torch's own
     code goes by the error."""
 
     def method(x: Any) -> Any:
         try:
-            return known(x)
+            return exact(x)
         except _torch.NO_VALUE:
             if is_library(sys._getframe(1).f_code.co_filename):
                 raise

@@ -1,4 +1,4 @@
-"""A dispatch mode that writes down every op as a node of an fx graph, with who asked for it.
+"""A dispatch mode that writes down every op as a node of an fx graph, with its origin.
 
 make_fx does the same in ten times the time: 32 Llama layers with TP took it 47 s with stacks.
 """
@@ -55,7 +55,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._run = Results(fake).call
         self._fakes: dict[int, Tensor] = {}  # id of a real tensor -> the fake one in its place
         self.graph = fx.Graph()
-        self.given: Origin | None = None  # for what runs next, where somebody else knows it
+        self.node_origin: Origin | None = None  # of the graph node that runs, in a compiled step
         self.ran_backward = False
         self.notes: list[str] = []  # on what only a run knows
         self.by_memory = False  # a new tensor object may be a known value: go by its memory too
@@ -197,10 +197,10 @@ class Recorder(_torch.TorchDispatchMode):
     @staticmethod
     def _group(row: Collective, func: Any, args: Any, kwargs: Any) -> tuple[Group, int] | None:
         """The group that a collective is called on, while it is there, and which of its like."""
-        given = _torch.call_arguments(func, args, kwargs).get("group_name")
-        if given is None:
+        group_arg = _torch.call_arguments(func, args, kwargs).get("group_name")
+        if group_arg is None:
             return None
-        name = group_name(given)
+        name = group_name(group_arg)
         try:
             return by_name(name), _torch.group_instance(name)
         except UnknownGroup:
@@ -215,7 +215,7 @@ class Recorder(_torch.TorchDispatchMode):
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         name = self._op_names.get(id(func))
         node = self.graph.create_node("call_function", func, name=name)
-        node.args = node_args  # set, not given: fx looks for symbols in what it is given
+        node.args = node_args  # set afterwards: fx searches arguments of create_node for symbols
         if node_kwargs:
             node.kwargs = node_kwargs
         if name is None:  # fx puts it together anew for each node
@@ -226,10 +226,10 @@ class Recorder(_torch.TorchDispatchMode):
         if origin.phase == "fwd" and (later := self._phase_of_inputs(node, args)) != "fwd":
             origin = self._intern(Origin(origin.frames, origin.module, later))
         node.meta["origin"] = origin
-        written = _torch.written(func, args, kwargs) if _torch.writes(func) else []
-        were = [self.known(x) for x in written]
+        targets = _torch.written(func, args, kwargs) if _torch.writes(func) else []
+        were = [self.known(x) for x in targets]
         if isinstance(out, Tensor):
-            self._made(out, node)
+            self._bind(out, node)
         elif isinstance(out, _torch.SYMBOLS):
             node.meta["val"] = out  # which value of which tensor the symbol is
         elif isinstance(out, (tuple, list)):
@@ -238,9 +238,9 @@ class Recorder(_torch.TorchDispatchMode):
                 if isinstance(part, Tensor):
                     item = self.graph.call_function(operator.getitem, (node, i))
                     item.meta["origin"] = origin
-                    self._made(part, item)
-        if written:
-            self._wrote(written, were, list(leaves_of(out)), origin.phase)
+                    self._bind(part, item)
+        if targets:
+            self._wrote(targets, were, list(leaves_of(out)), origin.phase)
 
     def _wrote(self, xs: list[Tensor], were: list[Any], outs: list[Any], phase: str) -> None:
         """After a write in place a tensor's value is the op's result, where it has one."""
@@ -252,7 +252,7 @@ class Recorder(_torch.TorchDispatchMode):
             elif isinstance(x, Tensor):
                 self.node_of(x).meta["written_in"] = phase
 
-    def _made(self, x: Tensor, node: fx.Node) -> None:
+    def _bind(self, x: Tensor, node: fx.Node) -> None:
         node.meta["val"] = x
         self._nodes[id(x)] = node
         self._kept.append(x)
@@ -283,8 +283,8 @@ class Recorder(_torch.TorchDispatchMode):
         return self.known(x) or self._input(x)
 
     def known(self, x: Tensor) -> fx.Node | None:
-        found = self._nodes.get(id(self._fakes.get(id(x), x)))
-        return found if found or not self.by_memory else self._by_memory.get(_torch.memory_of(x))
+        node = self._nodes.get(id(self._fakes.get(id(x), x)))
+        return node if node or not self.by_memory else self._by_memory.get(_torch.memory_of(x))
 
     def _input(self, x: Tensor) -> fx.Node:
         path = self._names.get(id(x), "constant")
@@ -300,7 +300,7 @@ class Recorder(_torch.TorchDispatchMode):
         node.meta["origin"] = Origin((), path.rpartition(".")[0], "fwd")
         if id(x) in self._names and not path.endswith(".grad"):
             node.meta["state"] = True  # a parameter, a buffer
-        self._made(x, node)
+        self._bind(x, node)
         return node
 
     def _phase_of_inputs(self, node: fx.Node, args: Any) -> str:
@@ -314,13 +314,13 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _is_forward(self, args: Any) -> bool:
         """Is the op in a module's call, or one that autograd records?"""
-        if self._in_module or self.given is not None:
+        if self._in_module or self.node_origin is not None:
             return True
-        given = (x for x in leaves_of(args) if isinstance(x, Tensor))
-        return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        tensors = (x for x in leaves_of(args) if isinstance(x, Tensor))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
     def _counted(self, out: Tensor, minlength: int) -> Tensor:
-        """Of bincount: as many counts as it is told, where a value beyond would add to them."""
+        """bincount's result with ``minlength`` counts where only a run knows their number."""
         if minlength == 0 or isinstance(out.shape[0], int):
             return out
         self.notes.append(f"{user_line()}: bincount is taken to give minlength={minlength} counts")
@@ -333,7 +333,7 @@ class Recorder(_torch.TorchDispatchMode):
         return node is not None and node.op != "placeholder"
 
     def shared_digest(self, condition: Any) -> str | None:
-        """That of a condition on values that were read, if all ranks share them."""
+        """The digest of a condition on values that were read, if all ranks share them."""
         return digest_of(condition, self.graph)
 
     def runs_backward(self, is_derivative: bool) -> None:
@@ -351,16 +351,16 @@ class Recorder(_torch.TorchDispatchMode):
     # -- who asked --------------------------------------------------------------------------------
 
     def _origin(self) -> Origin:
-        if self.given is not None:
-            return self.given
+        if self.node_origin is not None:
+            return self.node_origin
         frames, module, in_engine = self._python_stack()
         running = _torch.running_node()
         if not in_engine:
             phase = "opt" if self._optimizers else "fwd"
             origin = self._intern(Origin(frames, module, phase))
-            made = _torch.sequence_nr()
-            if not self._origins or self._origins[-1][0] < made:
-                self._origins.append((made, origin))
+            number = _torch.sequence_nr()
+            if not self._origins or self._origins[-1][0] < number:
+                self._origins.append((number, origin))
             return origin
         leaf = _torch.accumulates_into(running)
         if leaf is not None and not frames:
@@ -385,16 +385,16 @@ class Recorder(_torch.TorchDispatchMode):
         assert leaf is not None
         node = next(filter(None, map(self.known, parts_of(leaf))), None)
         user = next(iter(node.users), None) if node is not None else None
-        found = user.meta["origin"] if user is not None else _NOWHERE
-        return self._intern(Origin(found.frames, current_part() or found.module, "bwd"))
+        origin = user.meta["origin"] if user is not None else _NOWHERE
+        return self._intern(Origin(origin.frames, current_part() or origin.module, "bwd"))
 
     def _of_shards(self, origin: Origin) -> Origin:
-        """Of what FSDP2 gathers or reduces: the module whose parameters they are, and the line that
+        """The origin of a call of FSDP2's: the module whose parameters they are, and the line that
         calls it, whoever asks for them ahead."""
-        found = _torch.sharded_group(sys._getframe(2))
-        if found is None:
+        sharded = _torch.sharded_group(sys._getframe(2))
+        if sharded is None:
             return origin
-        group, after_backward = found
+        group, after_backward = sharded
         module = self._modules.get(group.modules[0], origin.module)
         phase = "bwd" if after_backward else origin.phase
         if phase == "fwd":
@@ -405,7 +405,7 @@ class Recorder(_torch.TorchDispatchMode):
     def _python_stack(self) -> tuple[Frames, str, bool]:
         """The user's frames, the path of the innermost module that is being called, and whether it
         is the autograd engine that runs this; then frames are only those that it called."""
-        found, module, in_engine, self._in_module = [], None, False, False
+        frames, module, in_engine, self._in_module = [], None, False, False
         frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
@@ -416,27 +416,27 @@ class Recorder(_torch.TorchDispatchMode):
                 self._in_module = True
                 module = self._modules.get(frame.f_locals["self"])
             if not self._of_library(code):
-                found.append((code.co_filename, frame.f_lineno))
+                frames.append((code.co_filename, frame.f_lineno))
             frame = frame.f_back
         path = (module or "").partition(".parametrizations")[0]
-        return self._intern(tuple(reversed(found))), path, in_engine
+        return self._intern(tuple(reversed(frames))), path, in_engine
 
     def _callers_of_engine(self) -> Frames:
         """The user's frames that lead to the backward pass, loss.backward() the innermost."""
         frame: FrameType | None = sys._getframe(2)
-        found, inside = [], True
+        frames, inside = [], True
         while frame is not None and frame is not self._outermost:
             inside = inside and frame.f_code is not _torch.ENGINE_CODE
             if not inside and not self._of_library(frame.f_code):
-                found.append((frame.f_code.co_filename, frame.f_lineno))
+                frames.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
-        return self._intern(tuple(reversed(found)))
+        return self._intern(tuple(reversed(frames)))
 
     def _of_library(self, code: CodeType) -> bool:
-        known = self._is_library.get(id(code))
-        if known is None:
-            known = self._is_library[id(code)] = code, is_library(code.co_filename)
-        return known[1]
+        entry = self._is_library.get(id(code))
+        if entry is None:
+            entry = self._is_library[id(code)] = code, is_library(code.co_filename)
+        return entry[1]
 
     def _intern(self, x: Any) -> Any:
         return self._interned.setdefault(x, x)
@@ -458,21 +458,21 @@ class Recorder(_torch.TorchDispatchMode):
                 _torch.around_waits(self._waits),
                 _torch.around_exchanges(self._exchange),
                 _torch.around_objects(self._objects),
-                self._told_stages(),
+                self._pipeline_shapes(),
             ):
                 yield self
-                left, self._pending = dict.fromkeys(self._pending.values()), {}
-                for pending in left:
+                unfinished, self._pending = dict.fromkeys(self._pending.values()), {}
+                for pending in unfinished:
                     pending.complete()
         finally:
             before.remove()
             after.remove()
 
-    def _told_stages(self) -> AbstractContextManager[None]:
+    def _pipeline_shapes(self) -> AbstractContextManager[None]:
         """Inside, the stages of pipelines learn their shapes, where there are pipelines."""
         if "torch.distributed.pipelining" not in sys.modules:
             return nullcontext()
-        return pipelines.stages_told(self.paused, publish, request)
+        return pipelines.shapes_exchanged(self.paused, publish, request)
 
     def _settle_phases(self) -> None:
         """A message that only the backward pass uses belongs to it: the gradient from a pipeline's
@@ -541,7 +541,7 @@ def _is_message(node: fx.Node) -> bool:
 
 
 def leaves_of(x: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and dicts. pytree takes ten times as long."""
+    """The leaves of nested lists, tuples and dicts. pytree takes ten times as long."""
     if isinstance(x, _NESTED):
         for y in x.values() if isinstance(x, dict) else x:
             if isinstance(y, _NESTED):

@@ -30,7 +30,7 @@ def digest_of(condition: Any, graph: Graph) -> str | None:
     values = {name: digests.of_symbol(name) for name in SYMBOL.findall(repr(condition))}
     if not values or None in values.values():
         return None
-    return _digest(SYMBOL.sub(lambda found: str(values[found[0]]), repr(condition)))
+    return _digest(SYMBOL.sub(lambda match: str(values[match[0]]), repr(condition)))
 
 
 def _digest(facts: Any) -> str:
@@ -44,11 +44,11 @@ class _Digests:
         self.graph, self.memory = graph, Memory(graph)
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.calls: Counter[Any] = Counter()
-        self.known: dict[Node, str] = {}
+        self.digests: dict[Node, str] = {}
         for node in graph.nodes:
-            found = self._made(node) if node.op == "call_function" else None
-            if found is not None:
-                self.known[node] = _digest(found)
+            identity = self._identity(node) if node.op == "call_function" else None
+            if identity is not None:
+                self.digests[node] = _digest(identity)
 
     def of_symbol(self, name: str) -> str | None:
         births = (n for n in self.graph.nodes if name in _torch.symbols_of(n.meta.get("val")))
@@ -56,12 +56,12 @@ class _Digests:
         return None if birth is None else self.of(birth.args[0], birth)
 
     def of(self, node: Any, reader: Node) -> str | None:
-        if not isinstance(node, Node) or node not in self.known:
+        if not isinstance(node, Node) or node not in self.digests:
             return None
-        return self.known[node] if self.memory.is_kept(node, reader) else None
+        return self.digests[node] if self.memory.is_kept(node, reader) else None
 
-    def _made(self, node: Node) -> Any:
-        """What tells the value from all others, if it is the same on all ranks."""
+    def _identity(self, node: Node) -> Any:
+        """The identity of a value among all others, if it is the same on all ranks."""
         row = row_of_node(node)
         if row is not None and not row.is_wait:
             group, instance = node.meta.get("group", (None, 0))

@@ -123,11 +123,11 @@ class Trace:
         data = json.loads(text, object_hook=_expression_from_json)
         collectives = tuple(_restored(Issued, row) for row in data["collectives"])
         steps = tuple(_restored(Step, row) for row in data["steps"])
-        made = cls(None, collectives, data["rank"], data["mesh"], steps)
-        made.input_bytes, made.sizes = data["input_bytes"], data["sizes"]
-        made.notes = tuple(data.get("notes", ()))
-        made.layouts = tuple(data.get("layouts", ()))
-        return made
+        loaded = cls(None, collectives, data["rank"], data["mesh"], steps)
+        loaded.input_bytes, loaded.sizes = data["input_bytes"], data["sizes"]
+        loaded.notes = tuple(data.get("notes", ()))
+        loaded.layouts = tuple(data.get("layouts", ()))
+        return loaded
 
     def __eq__(self, other: object) -> bool:
         """The same step: all but the graph, which a trace from JSON has not."""
@@ -198,12 +198,12 @@ def _key(c: Issued) -> tuple[Any, ...]:
 
 
 def _surplus(collectives: tuple[Issued, ...], counts: Counter[Any]) -> tuple[Issued, ...]:
-    left, found = Counter(counts), []
+    remaining, extra = Counter(counts), []
     for c in collectives:
-        if left[_key(c)] > 0:
-            left[_key(c)] -= 1
-            found.append(c)
-    return tuple(found)
+        if remaining[_key(c)] > 0:
+            remaining[_key(c)] -= 1
+            extra.append(c)
+    return tuple(extra)
 
 
 _HEAD = ("count", "collective", "axis", "n", "each", "dtype", "phase", "source", "module")
@@ -268,10 +268,10 @@ def trace(fn: Callable[..., Any], *args: Any, mode: Mode = "joint", **kwargs: An
     """
     if mode not in MODES:
         raise BadOption(op="trace", arg="mode", value=mode, known=MODES)
-    found = reachable(fn, args, kwargs)
-    if mode == "compiled" and any(map(_torch.is_ddp, found.modules)):
+    objects = reachable(fn, args, kwargs)
+    if mode == "compiled" and any(map(_torch.is_ddp, objects.modules)):
         raise UntraceableDDP(mode=mode)
-    step = _Step(fn, args, kwargs, mode, found, caller=sys._getframe(1))
+    step = _Step(fn, args, kwargs, mode, objects, caller=sys._getframe(1))
     with _no_collection(), others_paused():
         traced, notes = settled(step.run)
     traced.notes += notes
@@ -287,7 +287,7 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     mode: Mode
-    found: Found
+    objects: Found
     caller: FrameType
     compiled_modules: list[torch.nn.Module] | None = None  # where torch cannot compile the whole
     own_backward: bool = False  # of the last run
@@ -295,7 +295,7 @@ class _Step:
     @cached_property
     def fake(self) -> Any:
         """The fake mode of all runs: that of the program's fake tensors, if it has any."""
-        tensors = [x for x, _ in self.found.tensors.values()]
+        tensors = [x for x, _ in self.objects.tensors.values()]
         return _torch.detect_fake_mode(tensors) or _torch.fake_mode()
 
     @property
@@ -307,11 +307,11 @@ class _Step:
         return (code.co_filename, code.co_firstlineno) if code and is_library(here[0]) else here
 
     def run(self, values: Values) -> Trace:
-        """Run it once and write down what it does; where it asks for values, it gets these."""
+        """Run the step once and record it; where it reads values, it gets these."""
         try:
             return self._run(values)
         except Exception as error:
-            outermost = [m for m, path in self.found.modules.items() if not path]
+            outermost = [m for m, path in self.objects.modules.items() if not path]
             tried = self.mode != "compiled" or self.compiled_modules is not None
             if tried or not outermost or not _torch.is_of_compiler(error):
                 raise
@@ -321,14 +321,14 @@ class _Step:
             return self._run(values)
 
     def _run(self, values: Values) -> Trace:
-        with faked(self.found, self.fake) as copies, self.fake:
+        with faked(self.objects, self.fake) as copies, self.fake:
             args, kwargs = tree_map(
                 lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else x,
                 (self.args, self.kwargs),
             )
-            tensors = [(copies.get(id(x), x), name) for x, name in self.found.tensors.values()]
+            tensors = [(copies.get(id(x), x), name) for x, name in self.objects.tensors.values()]
             kind = CompiledRecorder if self.mode == "compiled" else Recorder
-            recorder = kind(_names(tensors), self.found.modules, self.caller, self.fake)
+            recorder = kind(_names(tensors), self.objects.modules, self.caller, self.fake)
             values.digest = recorder.shared_digest
             try:
                 with (
@@ -344,12 +344,12 @@ class _Step:
             graph_module = recorder.finish(outputs)
         collectives = collectives_of(graph_module, (self._here,))
         rank = dist.get_rank() if dist.is_initialized() else 0
-        made = Trace(graph_module, collectives, rank, current_axes())
-        made.notes = tuple(dict.fromkeys(recorder.notes))
-        made.layouts = _distinct([*self._layouts_given(), *values.layouts])
-        made.own_backward = self.own_backward
-        made.new_groups = tuple(groups)
-        return made
+        result = Trace(graph_module, collectives, rank, current_axes())
+        result.notes = tuple(dict.fromkeys(recorder.notes))
+        result.layouts = _distinct([*self._layouts_before(), *values.layouts])
+        result.own_backward = self.own_backward
+        result.new_groups = tuple(groups)
+        return result
 
     def _call(self, args: Any, kwargs: Any, recorder: Recorder) -> Any:
         """Run the program, recording; and its backward pass, if it did not run one."""
@@ -371,16 +371,16 @@ class _Step:
             with _torch.not_compiled():
                 yield self.fn
 
-    def _layouts_given(self) -> Iterator[dict[str, str]]:
-        """Of the sharded tensors that the program had before."""
-        for x, name in self.found.tensors.values():
+    def _layouts_before(self) -> Iterator[dict[str, str]]:
+        """Cards of the sharded tensors that the program had before the step."""
+        for x, name in self.objects.tensors.values():
             if hasattr(x, "layout_card"):
                 yield x.layout_card() | {"name": name}
 
     def _reducers(self, recorder: Recorder) -> AbstractContextManager[None]:
         """DistributedDataParallel, here and made in the step, on reducers that can be traced."""
-        if any(isinstance(m, DistributedDataParallel) for m in self.found.modules):
-            return plugin("reducers").traced(self.found.modules, recorder.notes)
+        if any(isinstance(m, DistributedDataParallel) for m in self.objects.modules):
+            return plugin("reducers").traced(self.objects.modules, recorder.notes)
         return traceable_reducers()
 
     def _reading(self, values: Values, recorder: Recorder) -> AbstractContextManager[None]:
@@ -407,10 +407,10 @@ def _names(tensors: Any) -> dict[int, str]:
 
 def _distinct(cards: list[dict[str, str]]) -> tuple[dict[str, str], ...]:
     """Each layout once, with what is known of its first tensor that has a name or line."""
-    found: dict[str, dict[str, str]] = {}
+    by_picture: dict[str, dict[str, str]] = {}
     for card in cards:
-        found.setdefault(card["svg"], card)
-    return tuple(found.values())
+        by_picture.setdefault(card["svg"], card)
+    return tuple(by_picture.values())
 
 
 def backward_of(out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Numbers that a step reads from tensors while it is traced, and the ways that it can go by them.
+"""Data-dependent branches: numbers that a traced step reads from tensors, and its ways by them.
 
 A trace has no values. ``loss.item()`` gives a placeholder that can be printed and computed with; a
 number of an integer tensor is a symbol, so that sizes that are read stay what they are. A branch on
@@ -22,6 +22,7 @@ import numpy
 from fcoll import source
 from fcoll.errors import DataDependent, FcollError
 from fcoll.graph.issued import Issued, describe
+from fcoll.tracing.shared_values import SYMBOL
 
 MOST_BRANCHES = 4  # on values, in one run of a step: both ways of 4 are 16 runs
 
@@ -50,12 +51,12 @@ def undecided(line: str, why: str, digest: str | None) -> DataDependent:
 
 @dataclass
 class Values:
-    """What one run of a step is told where it asks for values, and what it asked."""
+    """The values that one run of a step reads, and the branches that it took by them."""
 
     answers: tuple[bool, ...] = ()  # to the first branches
     number: float = 1.0  # what float() gives
     count: int = 1  # what int() gives
-    asked: list[tuple[str, bool]] = field(default_factory=list)  # (line, answer) of each branch
+    branches: list[tuple[str, bool]] = field(default_factory=list)  # (line, answer) of each branch
     shared: list[str | None] = field(default_factory=list)  # and its digest, where ranks share it
     digest: Callable[[Any], str | None] = lambda condition: None
     agreed: Mapping[str, bool] = field(default_factory=lambda: dict(_agreed))  # by digest
@@ -65,8 +66,8 @@ class Values:
     _decided: dict[Any, bool] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """What was asked: the step begins anew."""
-        self.asked.clear()
+        """Clear the branches: the step begins anew."""
+        self.branches.clear()
         self.shared.clear()
         self._decided.clear()
         self.floats = self.ints = ""
@@ -79,15 +80,15 @@ class Values:
         digest = None if condition is None else self.digest(condition)
         if digest is not None and digest in self.agreed:
             return self.agreed[digest]
-        if len(self.asked) == MOST_BRANCHES:
+        if len(self.branches) == MOST_BRANCHES:
             most = f" A trace tries both ways of up to {MOST_BRANCHES} decisions; this is one more."
-            first = next((i for i, known in enumerate(self.shared) if known), None)
+            first = next((i for i, shared in enumerate(self.shared) if shared), None)
             if first is None:
                 raise undecided(line, most, digest)
-            raise undecided(self.asked[first][0], most, self.shared[first])
-        script = self.answers[len(self.asked) :]
+            raise undecided(self.branches[first][0], most, self.shared[first])
+        script = self.answers[len(self.branches) :]
         answer = script[0] if script else usual
-        self.asked.append((line, answer))
+        self.branches.append((line, answer))
         self.shared.append(digest)
         if condition is not None:
             self._decided[condition] = answer
@@ -108,7 +109,7 @@ def user_line() -> str:
 
 
 def current() -> Values:
-    """Those of the run that is being traced."""
+    """The Values of the run that is being traced."""
     if not _active:
         raise DataDependent(line=user_line(), why=" The value was read while a step was traced.")
     return _active[-1]
@@ -152,10 +153,10 @@ class Unknown(float):
     of: Any = None
 
     @classmethod
-    def made(cls, value: float, of: Any) -> Unknown:
-        made = cls(value)
-        made.of = of
-        return made
+    def computed(cls, value: float, of: Any) -> Unknown:
+        unknown = cls(value)
+        unknown.of = of
+        return unknown
 
     def __bool__(self) -> bool:
         return current().decide(condition=_computed("bool", self))
@@ -213,9 +214,9 @@ class Branch:
         return "unknown"
 
 
-def _computed(name: str, *given: Any) -> Any:
+def _computed(name: str, *operands: Any) -> Any:
     """How a number or branch is computed, of symbols and plain numbers; None if that is unknown."""
-    terms = [x.of if isinstance(x, (Unknown, Branch)) else x for x in given]
+    terms = [x.of if isinstance(x, (Unknown, Branch)) else x for x in operands]
     plain = all(type(x) in (int, float, bool, str, tuple) for x in terms)
     return (name, *terms) if plain else None
 
@@ -232,7 +233,7 @@ def _computing(name: str) -> Callable[..., Any]:
         if isinstance(result, tuple):
             return tuple(map(Unknown, result))
         of = _computed(name, self, *others)
-        return Unknown.made(result, of) if isinstance(result, float) else result
+        return Unknown.computed(result, of) if isinstance(result, float) else result
 
     return method
 
@@ -266,23 +267,23 @@ COUNTS = (2, 3)
 
 @dataclass(frozen=True)
 class Way:
-    """One run of a step: what it was told, and its trace or the error that ended it."""
+    """One run of a step: its values, and its trace or the error that ended it."""
 
     values: Values
     trace: Any = None
     error: BaseException | None = None
 
     @property
-    def given(self) -> tuple[bool, ...]:
+    def answers(self) -> tuple[bool, ...]:
         """The answers to all branches that it came to."""
-        return tuple(answer for _, answer in self.values.asked)
+        return tuple(answer for _, answer in self.values.branches)
 
     @property
     def turn(self) -> tuple[str, bool, str | None]:
         """The branch at which it left the way before: its line, its answer there, and its digest if
         all ranks share the value."""
-        i = min(len(self.values.answers), len(self.values.asked)) - 1
-        return *self.values.asked[i], self.values.shared[i]
+        i = min(len(self.values.answers), len(self.values.branches)) - 1
+        return *self.values.branches[i], self.values.shared[i]
 
 
 def settled(run: Callable[[Values], Any]) -> tuple[Any, tuple[str, ...]]:
@@ -312,20 +313,20 @@ def _ways(run: Callable[[Values], Any]) -> Iterator[Way]:
         answers = todo.pop(0)
         way = _try(run, Values(answers))
         yield way
-        given = way.given
-        todo += [(*given[:i], not given[i]) for i in range(len(answers), len(given))]
+        path = way.answers
+        todo += [(*path[:i], not path[i]) for i in range(len(answers), len(path))]
 
 
 def _try_numbers(run: Callable[[Values], Any], first: Way) -> None:
-    """The same way with other plain numbers, if it made any."""
-    told = first.values
-    answers = first.given
-    others = [(Values(answers, number=x), told.floats) for x in FLOATS if told.floats]
-    others += [(Values(answers, count=n), told.ints) for n in COUNTS if told.ints]
+    """Run the first way with other plain numbers, if it made any, and compare."""
+    base = first.values
+    answers = first.answers
+    others = [(Values(answers, number=x), base.floats) for x in FLOATS if base.floats]
+    others += [(Values(answers, count=n), base.ints) for n in COUNTS if base.ints]
     for values, line in others:
         way = _try(run, values)
         if way.error is None:
-            _compare(first, way, line, f"{values.count if line == told.ints else values.number}")
+            _compare(first, way, line, f"{values.count if line == base.ints else values.number}")
 
 
 def _try(run: Callable[[Values], Any], values: Values) -> Way:
@@ -335,8 +336,8 @@ def _try(run: Callable[[Values], Any], values: Values) -> Way:
         raise
     except (Exception, SystemExit) as error:
         if values.ints:
-            raise DataDependent(line=values.ints, why=_PLAIN_INT + _said(error)) from error
-        unasked = not values.asked and not values.floats
+            raise DataDependent(line=values.ints, why=_PLAIN_INT + _error_text(error)) from error
+        unasked = not values.branches and not values.floats
         if unasked or isinstance(error, FcollError):
             raise
         return Way(values, error=error)
@@ -348,7 +349,7 @@ _PLAIN_INT = (
 )
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     name = "" if isinstance(error, FcollError) else f"{type(error).__name__}: "
     return f" With it: {name}{str(error).partition(chr(10))[0]}"
 
@@ -370,26 +371,23 @@ def _compare(first: Way, other: Way, line: str, answer: Any, digest: str | None 
     raise undecided(line, why, digest)
 
 
-_SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")
-
-
 def _keys(calls: tuple[Issued, ...]) -> list[str]:
     """What ranks would have to agree on of each call; symbols by the order they come in."""
     names: dict[str, str] = {}
 
-    def name(found: re.Match[str]) -> str:
-        return names.setdefault(found[0], f"n{len(names)}")
+    def name(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], f"n{len(names)}")
 
     facts = [(c.op, c.ranks, c.instance, c.shapes, c.dtypes, c.args) for c in calls]
-    return [_SYMBOL.sub(name, repr(fact)) for fact in facts]
+    return [SYMBOL.sub(name, repr(fact)) for fact in facts]
 
 
 def _notes(ways: list[Way], first: Way) -> Iterator[str]:
     """Where the first way decided by a value, and what the other decision would have led to."""
-    given = first.given
-    for i, (line, answer) in enumerate(first.values.asked):
-        other = (*given[:i], not answer)
-        ends = [way.error for way in ways if way.given[: i + 1] == other]
+    path = first.answers
+    for i, (line, answer) in enumerate(first.values.branches):
+        other = (*path[:i], not answer)
+        ends = [way.error for way in ways if way.answers[: i + 1] == other]
         errors = {type(error).__name__ for error in ends if error is not None}
         same = "the collectives are the same" if None in ends else ", ".join(sorted(errors))
         yield f"{line} decides by a value, taken to be {answer}; if not: {same}"

@@ -34,29 +34,29 @@ class Tracer:
 
     def trace(self, ranks: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """(rank, fn(rank)) in the order of the ranks."""
-        left = list(ranks)
-        while left and (self.longest_s < LONG_S or len(left) == 1 or not can_fork()):
-            yield left[0], self._timed(left.pop(0))
-        if left:
-            yield from self._shared_out(left)
+        pending = list(ranks)
+        while pending and (self.longest_s < LONG_S or len(pending) == 1 or not can_fork()):
+            yield pending[0], self._timed(pending.pop(0))
+        if pending:
+            yield from self._shared_out(pending)
 
     def _timed(self, rank: int) -> Any:
         begin = perf_counter()
-        found = self.fn(rank)
+        result = self.fn(rank)
         self.longest_s = max(self.longest_s, perf_counter() - begin)
-        return found
+        return result
 
     def _until_error(self, ranks: list[int]) -> dict[int, Any]:
         """What was found for the ranks; the error at the one that raises it, and no more. It is
         raised when it is that rank's turn: an earlier one may have one too."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for rank in ranks:
             try:
-                found[rank] = self._timed(rank)
+                results[rank] = self._timed(rank)
             except Exception as error:
-                found[rank] = error
+                results[rank] = error
                 break
-        return found
+        return results
 
     def _shared_out(self, ranks: list[int]) -> Iterator[tuple[int, Any]]:
         n = min(len(os.sched_getaffinity(0)), len(ranks), MOST)
@@ -69,10 +69,10 @@ class Tracer:
             for rank in ranks:
                 if rank in forks:
                     mine[rank] = forks[rank].result(patience_s)
-                found = mine[rank]
-                if isinstance(found, Exception):
-                    raise found
-                yield rank, found if found is not None else self._timed(rank)
+                result = mine[rank]
+                if isinstance(result, Exception):
+                    raise result
+                yield rank, result if result is not None else self._timed(rank)
         finally:
             for fork in started:
                 fork.end()
@@ -110,13 +110,13 @@ def _work(fn: Callable[[int], Any], ranks: Sequence[int], connection: Connection
     with suppress(Exception), open(os.devnull, "w") as nowhere:
         # the parent makes the same trace if this one fails, and says why
         sys.stdout = sys.stderr = nowhere
-        found = []
+        payloads = []
         try:
             for rank in ranks:
-                found.append(pickle.dumps(fn(rank)))
+                payloads.append(pickle.dumps(fn(rank)))
         finally:
-            for one in found:  # not before: a pipe takes little, and the parent is at work
-                connection.send_bytes(one)
+            for payload in payloads:  # not before: a pipe takes little, and the parent is at work
+                connection.send_bytes(payload)
 
 
 def can_fork() -> bool:

@@ -29,10 +29,10 @@ def group_name_of(pg: dist.ProcessGroup) -> str | None:
     """The name by which torch knows a group; None for one that was made by hand."""
     try:
         name = pg.group_name
-        known = resolve_process_group(name)
+        registered = resolve_process_group(name)
     except (RuntimeError, AttributeError):
         return None
-    return name if known == pg else None
+    return name if registered == pg else None
 
 
 def make_reducer(ddp: Any) -> None:

@@ -71,10 +71,10 @@ class Arrivals:
         the bucket is full."""
         self._bucket_of = bucket_of
 
-    def arm(self, pending: list[int], left: list[int], counts: bool) -> None:
+    def arm(self, pending: list[int], expected: list[int], counts: bool) -> None:
         """Gradients are to be reduced: so many of each bucket's parameters, which get so many each.
         Without ``counts`` they are only noted."""
-        self._pending, self._left, self._counts = pending, left, counts
+        self._pending, self._remaining, self._counts = pending, expected, counts
         self._armed = True
         self._next = self._passes = 0
         self._task = -1
@@ -100,7 +100,7 @@ class Arrivals:
 
     def mark(self, index: int) -> None:
         """No gradient will come for this parameter."""
-        self._left[index] = 0
+        self._remaining[index] = 0
         self._complete(index)
 
     def forget_used(self) -> None:
@@ -139,10 +139,10 @@ class Arrivals:
             self._task = task
             self._passes += 1
             self._tell(PASS, index)
-        if not self._left[index]:
+        if not self._remaining[index]:
             self._tell(REFUSED, index)
-        self._left[index] -= 1
-        if not self._left[index]:
+        self._remaining[index] -= 1
+        if not self._remaining[index]:
             self._complete(index)
 
     def _complete(self, index: int) -> None:

@@ -51,26 +51,26 @@ def compute_bucket_assignment_by_size(
     """
     _check(tensors, bucket_size, expect_sparse_gradient)
     open_: dict[tuple[torch.dtype, torch.device], _Open] = {}
-    made: list[tuple[list[int], int, int]] = []  # members, cap, place of the last one
+    buckets: list[tuple[list[int], int, int]] = []  # members, cap, place of the last one
     for place, x in enumerate(tensors):
         index = tensor_indices[place] if tensor_indices else place
         if expect_sparse_gradient and expect_sparse_gradient[index]:
-            made.append(([index], SPARSE_BYTES, place))
+            buckets.append(([index], SPARSE_BYTES, place))
             continue
         bucket = open_.setdefault((x.dtype, x.device), _Open(bucket_size[0]))
         bucket.members.append(index)
         bucket.bytes += x.numel() * x.element_size()
         if bucket.bytes >= bucket.cap:
-            made.append((bucket.members, bucket.cap, place))
+            buckets.append((bucket.members, bucket.cap, place))
             filled = bucket.filled + 1
             cap = bucket_size[min(filled, len(bucket_size) - 1)]
             open_[x.dtype, x.device] = _Open(cap, filled=filled)
     last = {index: place for place, index in enumerate(tensor_indices or range(len(tensors)))}
     rest = [b for b in open_.values() if b.members]
-    made += [(b.members, b.cap, last[b.members[-1]]) for b in rest]
+    buckets += [(b.members, b.cap, last[b.members[-1]]) for b in rest]
     # ready order: a bucket leaves when its last gradient is there
-    made.sort(key=lambda b: b[2] if tensor_indices else min(b[0]))
-    return [b[0] for b in made], [b[1] for b in made]
+    buckets.sort(key=lambda b: b[2] if tensor_indices else min(b[0]))
+    return [b[0] for b in buckets], [b[1] for b in buckets]
 
 
 def _check(tensors: Sequence[Tensor], caps: Sequence[int], sparse: Sequence[bool]) -> None:
@@ -124,7 +124,7 @@ def agreed(
     if _torch.has_no_data(rank0s):
         return indices, number
     (*flat, number), (*of, _) = rank0s.tolist()
-    made: list[list[int]] = [[] for _ in range(1 + max(of))]
+    buckets: list[list[int]] = [[] for _ in range(1 + max(of))]
     for index, b in zip(flat, of, strict=True):
-        made[b].append(index)
-    return made, number
+        buckets[b].append(index)
+    return buckets, number

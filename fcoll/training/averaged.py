@@ -35,7 +35,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def in_one_message(tensors: Sequence[Tensor], send: Reduce) -> list[Tensor]:
-    """What a collective makes of the tensors, sent as one; in their shapes."""
+    """The results of a collective on the tensors, sent as one message; in their shapes."""
     if len(tensors) == 1:
         return [wait_tensor(send(tensors[0]))]
     flat = torch.cat([x.reshape(-1) for x in tensors])

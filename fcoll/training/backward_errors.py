@@ -1,4 +1,4 @@
-"""What went wrong in a backward pass, with the parameters by name.
+"""Messages of errors in a backward pass, with the parameters by name.
 
 The first sentences are those of torch's reducer, which programs and tests look for; what follows
 them says which parameters and what to do.
@@ -113,7 +113,7 @@ def _cause(reducer: Reducer, missing: Sequence[str]) -> str:
 
 
 def gradients(count: int) -> str:
-    """What a parameter of a static graph got in the first iteration."""
+    """How many gradients a parameter of a static graph got in the first iteration, in words."""
     return f"got {count} gradient{'s' * (count > 1)}" if count else "was unused"
 
 

@@ -18,7 +18,7 @@ LARGE = 1 << 14  # elements; from here on one call that copies and scales beats 
 
 
 class GradBucket:
-    """What a comm hook gets: torch.distributed.GradBucket's methods, on a bucket of ours.
+    """The argument of a comm hook: torch.distributed.GradBucket's methods, on a bucket of ours.
 
     torch's class cannot be made from Python; this one passes for an instance of it.
     """
@@ -206,9 +206,9 @@ class DenseBucket(Bucket):
         if share and not own:
             _torch.copy_into(self.views, views)
         to, parts = [], []
-        kept_all = keep or [False] * len(self.params)
-        for p, view, inside, kept in zip(self.params, views, self.views, kept_all, strict=True):
-            if kept:
+        keep_each = keep or [False] * len(self.params)
+        for p, view, inside, keeps in zip(self.params, views, self.views, keep_each, strict=True):
+            if keeps:
                 continue
             grad = p.grad
             if share:
@@ -279,7 +279,7 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype}" if x.layout is torch.strided else f"{x.dtype} ({x.layout})"
 
 
-def made(
+def make(
     indices: Sequence[int], params: Sequence[Tensor], sparse: Sequence[bool], tagged: bool = True
 ) -> Bucket:
     """The bucket of the parameters with these indices."""

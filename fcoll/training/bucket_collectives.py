@@ -37,9 +37,9 @@ class Started:
         if self.work is not None:
             self.work.wait()
         elif self.result is not None:
-            done = functions.wait_tensor(self.result)
-            if not _torch.same_memory(done, self.x):
-                self.x.copy_(done)
+            result = functions.wait_tensor(self.result)
+            if not _torch.same_memory(result, self.x):
+                self.x.copy_(result)
         if self.recorded is not None:
             self.recorded.end()
             self.recorded = None
@@ -54,7 +54,7 @@ class Collectives:
         self.pg = pg
         self.name = _torch.group_name_of(pg)
         self.n, self.rank = pg.size(), pg.rank()
-        self.fake = _torch.is_fake_group(pg)  # nobody is there to add anything up
+        self.fake = _torch.is_fake_group(pg)  # it has no other ranks
 
     def sum_(self, x: Tensor, at_once: bool = False) -> Started:
         """Start to add x up over the group, in place; ``at_once`` if the wait follows."""
@@ -74,7 +74,7 @@ class Collectives:
         return carrier_of(by_name(self.name or ""), x.device) is shared_memory
 
     def recorded(self, op: str, x: Tensor) -> Any:
-        """Of torch's profiler, if it is on: named after the group's backend, as its own are."""
+        """A span in torch's profile, if it is on, named by the group's backend as torch's are."""
         if _torch.profiled() and build.has_fast_path():
             return build.fast.Recorded(f"{self.pg.name()}:{op}", x)
         return None

@@ -142,7 +142,7 @@ class DataParallel(DistributedDataParallel):
     # -- its reducer ------------------------------------------------------------------------------
 
     def _set_up_reducer(self, number: int) -> None:
-        """Of a reducer that torch has just made: what is ours, and this module's hooks."""
+        """Configure a reducer that torch has just made: our settings, and this module's hooks."""
         self.reducer.warns_of_late = True
         self.reducer.set_number(number)
         if self.comm_hook is not None or self.mixed.reduce_dtype is not None:
@@ -251,7 +251,7 @@ class DataParallel(DistributedDataParallel):
         self._eager_hook = True
 
     def _check_comm_hook(self, hook: Any) -> None:
-        """torch's check; but bf16 is not for GPUs alone, and the argument's name is asked for."""
+        """torch's check; but bf16 is not for GPUs alone, and an argument must be named bucket."""
         if callable(hook) and "bucket" not in inspect.signature(hook).parameters:
             fail(
                 BadCommHook,
@@ -278,9 +278,9 @@ class DataParallel(DistributedDataParallel):
             self._sync_buffers_in_graph()
             # the engine runs the node that was made last first, and the first bucket is to be first
             for names in reversed(self._compiled_buckets):
-                given = [params[name] for name in names]
-                carried = [_taken_gradient(p) for p in given] if self._carries else []
-                synced = averaged(given, hook=self._reduce, carried=carried)
+                members = [params[name] for name in names]
+                carried = [_taken_gradient(p) for p in members] if self._carries else []
+                synced = averaged(members, hook=self._reduce, carried=carried)
                 params.update(zip(names, synced, strict=True))
             self._carries = False
         elif torch.is_grad_enabled():
@@ -298,8 +298,8 @@ class DataParallel(DistributedDataParallel):
         with torch.no_grad():
             for buffers in by_dtype.values():
                 rank0s = in_one_message(buffers, lambda x: broadcast(x, 0, self.group_name))
-                for buffer, given in zip(buffers, rank0s, strict=True):
-                    buffer.copy_(given)
+                for buffer, source in zip(buffers, rank0s, strict=True):
+                    buffer.copy_(source)
 
 
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
@@ -313,14 +313,14 @@ _NOT_SYNCED = (
 
 
 def _one_of(group: GroupLike, process_group: GroupLike) -> Group:
-    """Of two names of one argument."""
+    """The group of two arguments that mean the same."""
     if group is None or process_group is None:
         return resolve(process_group if group is None else group)
-    found, other = resolve(group), resolve(process_group)
-    if found.name != other.name:
-        both = f"that is both {found.name!r} (group=) and {other.name!r} (process_group=)"
+    one, other = resolve(group), resolve(process_group)
+    if one.name != other.name:
+        both = f"that is both {one.name!r} (group=) and {other.name!r} (process_group=)"
         raise UnknownGroup(group=both, hint="They are one argument: pass one of them. ")
-    return found
+    return one
 
 
 def _is_nested(module: nn.Module) -> bool:
@@ -337,12 +337,12 @@ def _verify(module: nn.Module, pg: Any, options: dict[str, Any]) -> int:
     return verify_params_across_processes(pg, params, names=names, options=options)
 
 
-def _precision(given: Any) -> MixedPrecision:
-    if isinstance(given, torch.dtype):
-        return MixedPrecision(given, None, given)
-    if given is None:
+def _precision(value: Any) -> MixedPrecision:
+    if isinstance(value, torch.dtype):
+        return MixedPrecision(value, None, value)
+    if value is None:
         return MixedPrecision()
-    return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
+    return MixedPrecision(value.param_dtype, value.reduce_dtype, value.buffer_dtype)
 
 
 def _taken_gradient(p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logger: what a reducer is and how long its iterations take, by the names that torch gives it."""
+"""Logger: facts of a reducer and times of its iterations, under torch's names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """What is known when the module is wrapped."""
+        """Log the facts that are known when the module is wrapped."""
         reducer, strs, ints = self.reducer, self.data.strs_map, self.data.ints_map
         if static_graph:
             self._set_static_graph()

@@ -1,4 +1,4 @@
-"""Names of torch.distributed that take a reducer or its logger: they know ours as well.
+"""Overrides of torch.distributed's names that take a reducer or its logger: they take ours too.
 
 torch's are C++ and take torch's only. Once a reducer of ours is made, those names pass calls with
 ours to ours; all others go where they went.
@@ -50,8 +50,8 @@ def override(name: str, ours: Theirs, kinds: tuple[type, ...]) -> None:
 
     def make(theirs: Theirs) -> Theirs:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = any(isinstance(x, kinds) for x in (*args, *kwargs.values()))
-            return (ours if given else theirs)(*args, **kwargs)
+            is_ours = any(isinstance(x, kinds) for x in (*args, *kwargs.values()))
+            return (ours if is_ours else theirs)(*args, **kwargs)
 
         return call
 
@@ -59,7 +59,7 @@ def override(name: str, ours: Theirs, kinds: tuple[type, ...]) -> None:
 
 
 def install_overrides() -> None:
-    """Once in a process."""
+    """Put the overrides into torch.distributed, once in a process."""
     while _overrides:
         name, make = _overrides.popitem()
         _torch.replace(name, make)
@@ -69,7 +69,7 @@ def install_overrides() -> None:
 
 
 class _Serving(threading.local):
-    """Of this thread: are reducers to be ours? Simulated ranks are threads that decide alone."""
+    """Are reducers to be ours? A flag of each thread: simulated ranks are threads."""
 
     ours = 0  # how many ask for it: they may end in any order
 

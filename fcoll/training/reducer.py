@@ -105,8 +105,8 @@ class Reducer(Settings):
         self.bucket_bytes_cap = bucket_bytes_cap
         self.finds_unused = find_unused_parameters
         self.shares = gradient_as_bucket_view
-        given = param_to_name_mapping or {}
-        self.names = [given.get(i, f"parameter {i}") for i in range(len(self.params))]
+        mapping = param_to_name_mapping or {}
+        self.names = [mapping.get(i, f"parameter {i}") for i in range(len(self.params))]
         self.static_graph = False
         self.skips_unused = skip_all_reduce_unused_params
         self.warns_of_late = False  # torch's says nothing
@@ -129,7 +129,7 @@ class Reducer(Settings):
         tags.register(self)
 
     def _listen(self, to_nothing: bool) -> None:
-        """Be told of gradients. Their hooks know the reducer weakly: it goes when its owner does,
+        """Listen to gradients. Their hooks know the reducer weakly: it goes when its owner does,
         and its hooks with it, so that another can take its place."""
         me = weakref.ref(self)
 
@@ -167,7 +167,7 @@ class Reducer(Settings):
             )
         self.indices = [list(members) for members in bucket_indices]
         real = not self.group.fake
-        self._buckets = [buckets.made(b, self.params, self.sparse, real) for b in self.indices]
+        self._buckets = [buckets.make(b, self.params, self.sparse, real) for b in self.indices]
         put_into_shared_memory(self._buckets, self.group)
         self.set_number(self.number)
         bucket_of, views = [0] * len(self.params), [None] * len(self.params)
@@ -230,16 +230,16 @@ class Reducer(Settings):
         return True
 
     def get_grad_buckets(self, return_zero_tensors: bool = True) -> list[GradBucket]:
-        """What a comm hook would get of each bucket, in the order in which they are reduced."""
-        found = []
+        """The GradBucket that a comm hook would get of each bucket, in the order of reduction."""
+        grad_buckets = []
         for i, b in enumerate(self._buckets):
             buffer = b.buffer
             if return_zero_tensors and b.sparse:
                 buffer = torch.sparse_coo_tensor(size=b.sizes[0], dtype=buffer.dtype)
             elif return_zero_tensors:
                 buffer = torch.zeros_like(buffer)
-            found.append(GradBucket(i, len(self._buckets), buffer, b.params, b.sizes))
-        return found
+            grad_buckets.append(GradBucket(i, len(self._buckets), buffer, b.params, b.sizes))
+        return grad_buckets
 
     # -- an iteration -----------------------------------------------------------------------------
 
@@ -263,17 +263,16 @@ class Reducer(Settings):
             bucket.work = None
         self.passes.clear()
         self._ended = 0
-        left = list(self._triggered) if self.static_graph else [1] * len(self.params)
+        expected = list(self._triggered) if self.static_graph else [1] * len(self.params)
         members = [len(bucket.indices) for bucket in self._buckets]
-        self.arrivals.arm(members, left, not self._first_of_static)
+        self.arrivals.arm(members, expected, not self._first_of_static)
         if self._mixed_dtype is None:
             self._check_dtypes()
         if self._graph_may_change:
-            given = [outputs] if isinstance(outputs, Tensor) else outputs
-            self._find_unused(given)
+            self._find_unused([outputs] if isinstance(outputs, Tensor) else outputs)
 
     def _check_dtypes(self) -> None:
-        """A parameter of another dtype has another node in the graph: nobody would hear of it."""
+        """A parameter of another dtype has another node in the graph, which has no hook of ours."""
         index = self.arrivals.changed()
         if index >= 0:
             hint = f"{self.names[index]} changed after the reducer was made: make it anew."
@@ -324,7 +323,7 @@ class Reducer(Settings):
         self._ended += 1
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Be told when a backward pass reaches a module's outputs: it may raise before there is
+        """Note when a backward pass reaches a module's outputs: it may raise before there is
         any gradient of a parameter."""
         me = weakref.ref(self)
 
@@ -344,7 +343,7 @@ class Reducer(Settings):
         self._reached = None
 
     def _line(self, number: int) -> str:
-        """Of a backward pass."""
+        """The line of a backward pass."""
         return show(*self.passes[number]) or "?"
 
     def _late(self, index: int) -> None:
@@ -384,8 +383,8 @@ class Reducer(Settings):
             return
         try:
             with torch.no_grad(), part(self._parts[index]):
-                if left := self.arrivals.not_copied(index):
-                    bucket.fill(self._scale(), self.shares, self._mixed_dtype, left)
+                if uncopied := self.arrivals.not_copied(index):
+                    bucket.fill(self._scale(), self.shares, self._mixed_dtype, uncopied)
                 if self.stats.iteration <= 1:
                     bucket.check_strides()
                 if self._hook is None:
@@ -486,9 +485,9 @@ class Reducer(Settings):
         self.stats.mark("backward_end")
         self.stats.mark("comm_start")
         assert self.used is not None
-        seen = self.arrivals.seen()
-        self.used.start(self.group, seen["used"])
-        for index in seen["order"]:
+        arrived = self.arrivals.seen()
+        self.used.start(self.group, arrived["used"])
+        for index in arrived["order"]:
             self._triggered[index] += 1
         self._unused = [i for i, n in enumerate(self._triggered) if not n]
         self._unfinished = True

@@ -1,4 +1,4 @@
-"""What is set on a reducer between iterations, and read from it: the small calls of torch's."""
+"""Settings and getters of a reducer: its comm hook, its logger, the small calls of torch's."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Settings:
     # -- errors ------------------------------------------------------------------------------------
 
     def _gradients_in(self, message: Tensor, index: int) -> Tensor:
-        """Of a bucket's message that was added up, unless other ranks sent another bucket."""
+        """The gradients in a reduced message; an error if other ranks sent another bucket."""
         bucket, tag = self._buckets[index], self.tags[index]
         if bucket.tail is None or message is not bucket.message:
             return message

@@ -34,10 +34,10 @@ class Place:
         memory, on all ranks."""
         recorded = group.recorded("all_reduce", x)
         try:
-            found = build.fast.sum_in_place(self.memory, self.at, x, group.name, tag)
+            result = build.fast.sum_in_place(self.memory, self.at, x, group.name, tag)
         except RuntimeError as error:
             raise from_native(error) from None
-        return None if found is NotImplemented else Started(x, found, recorded=recorded)
+        return None if result is NotImplemented else Started(x, result, recorded=recorded)
 
 
 def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> None:
@@ -62,8 +62,8 @@ def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> Non
 
 
 def _handle(group: Collectives) -> int:
-    """Of the group's shared memory; 0 if it has none, or a rank has no extension module, or that
-    is not known yet."""
+    """The handle of the group's shared memory; 0 if it has none, or a rank has no extension module,
+    or that is not known yet."""
     if group.name is None:
         return 0
     status = shared_memory.known_status(by_name(group.name))

@@ -1,4 +1,4 @@
-"""When things happened in the iterations that are looked at: the first ten, then some."""
+"""Times of the iterations that are sampled: the first ten, then one in so many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Times:
 
 @dataclass
 class Statistics:
-    """What a reducer has seen so far."""
+    """A reducer's iterations so far, and the times of the current one."""
 
     rate: int = SAMPLE_RATE
     iteration: int = 0
@@ -40,6 +40,6 @@ class Statistics:
         self.mark("forward_start")
 
     def mark(self, event: str) -> None:
-        """It is the time of this event, one of Times."""
+        """Note the time of this event, a field of Times."""
         if self.sampled:
             setattr(self.times, event, time.time_ns())

@@ -1,4 +1,4 @@
-"""Which bucket of which reducer is sent: buckets of equal size look alike to whoever adds them up.
+"""Tags in messages: which bucket of which reducer it is, as buckets of equal size look alike.
 
 A message ends with its bucket's tag, a one or a minus one for each of its bits. Ranks that send the
 same bucket get n times their own tag back; others get each other's, and say whose it is. Buckets
@@ -25,7 +25,7 @@ _numbers = itertools.count(1)
 
 
 class Tagged(Protocol):
-    """What is asked of a reducer."""
+    """What tags need of a reducer."""
 
     group: Any
     params: list[Tensor]
@@ -38,7 +38,7 @@ _reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Tag:
-    """Of one bucket: the reducer's number, and the names of its parameters."""
+    """A bucket's tag: a hash of the reducer's number and the names of its parameters."""
 
     def __init__(self, number: int, names: Sequence[str]) -> None:
         text = f"{number}: {', '.join(names)}"
@@ -55,7 +55,7 @@ class Tag:
         if n > 1 / torch.finfo(tail.dtype).eps:  # sums of so many ones are not exact
             return self.value
         total = (tail.real if tail.is_complex() else tail).tolist()
-        differ = [abs(got - n * mine) > 0.5 for got, mine in zip(total, self._bits, strict=True)]
+        differ = [abs(x - n * mine) > 0.5 for x, mine in zip(total, self._bits, strict=True)]
         return self.value ^ sum(1 << i for i, other in enumerate(differ) if other)
 
 
@@ -71,8 +71,8 @@ def register(reducer: Tagged) -> None:
 
 def sharing(params: Sequence[Tensor]) -> list[Any]:
     """The reducers of some of these parameters."""
-    given = {*map(id, params)}
-    return [reducer for reducer in list(_reducers) if given & {*map(id, reducer.params)}]
+    ids = {*map(id, params)}
+    return [reducer for reducer in list(_reducers) if ids & {*map(id, reducer.params)}]
 
 
 def whose(tag: int, group: str | None) -> str:

@@ -24,10 +24,10 @@ from fcoll.training.reducer import Reducer
 
 
 class Reducers:
-    """What a trace or a fake world is told of DistributedDataParallel (fcoll/plugins.py)."""
+    """The plugin (fcoll/plugins.py) by which a DistributedDataParallel can be traced."""
 
     @contextmanager
-    def made(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Inside, modules that are wrapped get a reducer that can be traced."""
         replaced = {
             "_verify_params_across_processes": _nothing,
@@ -38,11 +38,11 @@ class Reducers:
 
     @contextmanager
     def traced(self, modules: Iterable[nn.Module], notes: list[str]) -> Iterator[None]:
-        """The same, and modules that were wrapped before have one; notes say what its buckets
+        """``installed``, and modules that were wrapped before have one; notes say what its buckets
         hold."""
         wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
         with ExitStack() as stack:
-            stack.enter_context(self.made())
+            stack.enter_context(self.installed())
             for module in wrapped:
                 stack.enter_context(_on_a_new_reducer(module, notes))
             yield

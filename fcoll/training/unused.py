@@ -16,15 +16,15 @@ from fcoll.training.bucket_collectives import Collectives, Started
 def not_reached(outputs: Iterable[Tensor], accumulators: Sequence[Any]) -> list[int]:
     """Which of the accumulators (by index) a backward pass from these outputs does not reach."""
     todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen: set[Any] = set(todo)  # the nodes themselves: kept alive, they stay distinct
+    reached: set[Any] = set(todo)  # the nodes themselves: kept alive, they stay distinct
     while todo:
         for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in reached:
+                reached.add(node)
                 todo.append(node)
     # an output may be a parameter itself
-    seen.update(gradient_accumulator(x) for x in outputs if x.requires_grad and x.is_leaf)
-    return [i for i, node in enumerate(accumulators) if node not in seen]
+    reached.update(gradient_accumulator(x) for x in outputs if x.requires_grad and x.is_leaf)
+    return [i for i, node in enumerate(accumulators) if node not in reached]
 
 
 def gradient_accumulator(param: Tensor) -> Any:
@@ -36,7 +36,7 @@ _warned = False
 
 
 def warn_all_used() -> None:
-    """Once: looking for unused parameters costs time."""
+    """Warn, once, that looking for unused parameters costs time."""
     global _warned
     if not _warned:
         _warned = True
@@ -71,9 +71,8 @@ class UsedMap:
         """Has no rank used the parameter?"""
         if not self.local[index] and not self._known:
             self.finish()
-            if not _torch.has_no_data(
-                self.on_device
-            ):  # without values: what holds here holds for all
+            # without values: what holds here holds for all
+            if not _torch.has_no_data(self.on_device):
                 self.local = self.on_device.tolist()
             self._known = True
         return not self.local[index]

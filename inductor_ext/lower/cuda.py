@@ -49,8 +49,8 @@ def disable(group: GroupLike = None) -> None:
 
 
 def is_enabled(g: Group) -> bool:
-    known = _enabled.get(g.name)
-    return known is not None and known() is g.pg
+    reference = _enabled.get(g.name)
+    return reference is not None and reference() is g.pg
 
 
 def enabled_groups() -> list[str]:
@@ -59,7 +59,7 @@ def enabled_groups() -> list[str]:
 
 
 def _lacks(g: Group) -> str:
-    """What this rank has not."""
+    """What this rank lacks; empty if nothing."""
     if not triton_ops.has_triton():
         return "triton is not installed"
     if not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def _lacks(g: Group) -> str:
 
 
 def _fails(g: Group, device: torch.device) -> str:
-    """What an all-reduce in symmetric memory fails with."""
+    """The failure of an all-reduce in symmetric memory; empty if it works."""
     try:
         x = symmetric_empty(1, dtype=torch.float32, device=device).fill_(g.rank + 1)
         total = int(triton_ops.one_shot_all_reduce(x, "sum", g.name).item())

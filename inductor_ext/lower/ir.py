@@ -76,9 +76,9 @@ class ClaimKernel(ArenaKernel):
     parts: Sequence[str]  # names of the buffers through which it is read
 
     def codegen(self, wrapper: Any) -> None:
-        taken = lanes()
-        lane = next(i for i in range(len(taken) + 1) if i not in taken or _is_free(*taken[i]))
-        taken[lane] = V.graph, self
+        claimed = lanes()
+        lane = next(i for i in range(len(claimed) + 1) if i not in claimed or _is_free(*claimed[i]))
+        claimed[lane] = V.graph, self
         group_name, _, *rest = self.constant_args  # type: ignore[has-type]
         self.constant_args = (group_name, lane, *rest)
         super().codegen(wrapper)
@@ -206,9 +206,9 @@ def compared_first() -> str:
 def extern(op: Any, *args: Any) -> Any:
     """A call of an op of the arena, in the order of the graph's collectives."""
     out = ArenaKernel.create(op, *args)
-    made = last_kernel(ArenaKernel)
-    made.note = note(V.graph.current_node)
-    in_order(made)
+    kernel = last_kernel(ArenaKernel)
+    kernel.note = note(V.graph.current_node)
+    in_order(kernel)
     return out
 
 

@@ -31,8 +31,8 @@ def lowering_for(row: Collective) -> Lower:
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         for attempt in tries:
-            if (made := attempt(row, args, kwargs)) is not None:
-                return made
+            if (result := attempt(row, args, kwargs)) is not None:
+                return result
         return _kernel(row, *args, **kwargs)
 
     return lower
@@ -114,12 +114,12 @@ def _by_triton(x: Any, reduce_op: str, group_name: str) -> Any:
 
     Only in graphs that the passes have seen: the keys of caches have what decides it for those.
     """
-    seen = choice_of(V.graph.current_node) is not None and isinstance(group_name, str)
-    made = cuda.all_reduce(x, reduce_op, group_name) if seen and _is_on_cuda(x) else None
-    if made is not None:
+    planned = choice_of(V.graph.current_node) is not None and isinstance(group_name, str)
+    result = cuda.all_reduce(x, reduce_op, group_name) if planned and _is_on_cuda(x) else None
+    if result is not None:
         in_order(_noted())
-        current().complete.add(made.get_name())
-    return made
+        current().complete.add(result.get_name())
+    return result
 
 
 def _is_on_cuda(x: Any) -> bool:
@@ -131,15 +131,15 @@ def _is_on_cuda(x: Any) -> bool:
 
 
 def _torchs_all_reduce(x: Any, reduce_op: str, group_name: str) -> Any:
-    made = _by_triton(x, reduce_op, group_name)
-    return made or _stock_all_reduce(_torch.all_reduce, x, reduce_op, group_name)
+    result = _by_triton(x, reduce_op, group_name)
+    return result or _stock_all_reduce(_torch.all_reduce, x, reduce_op, group_name)
 
 
 def _torchs_all_reduce_(x: Any, reduce_op: str, group_name: str) -> Any:
-    made = _by_triton(x, reduce_op, group_name)
-    if made is None:
+    result = _by_triton(x, reduce_op, group_name)
+    if result is None:
         return _stock_all_reduce(_torch.all_reduce_, x, reduce_op, group_name)
-    lowering.mutate_to(x, made)
+    lowering.mutate_to(x, result)
     current().complete.add(x.get_name())
     return x
 
@@ -152,10 +152,10 @@ def torchs_own(op: Any) -> Lower:
     """What stock Inductor makes of one of torch's collectives, with the line about it."""
 
     def lower(*args: Any, **kwargs: Any) -> Any:
-        made = stock(op)(*args, **kwargs)
+        result = stock(op)(*args, **kwargs)
         if choice_of(V.graph.current_node) is not None:
             _noted()
-        return made
+        return result
 
     return lower
 

@@ -31,7 +31,7 @@ PLACE_BYTES = 8 << 20  # arena.h: what one place of a lane, a comm buffer, may h
 
 
 def combined(row: Collective, parts: Sequence[ir.TensorBox], reduce_op: str, dim: int) -> Any:
-    """What a row makes of the ranks' parts: a reduction of them, or one behind the other."""
+    """A row's result of the ranks' parts: a reduction of them, or one behind the other."""
     if "reduce_op" in row.position:
         return _reduced(parts, reduce_op)
     return lowering.pointwise_cat(parts, dim)
@@ -164,8 +164,8 @@ def announce(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
     """The first half, which the wait finds by the token that this gives."""
     own, claim = realize_as_comm_buffer(x, call.group_name)
     token = ir.TensorBox.create(extern(_native.announce.default, *call.arguments(own)))
-    made = Announced(call, own, claim, token)
-    current().announced[token.get_name()] = made
+    announced = Announced(call, own, claim, token)
+    current().announced[token.get_name()] = announced
     return token
 
 

@@ -21,7 +21,7 @@ from inductor_ext.lower.ir import ArenaKernel, ClaimKernel, compared_first
 from inductor_ext.state import current, region_communicates
 
 
-def held(lower: Callable[..., Any]) -> Callable[..., Any]:
+def ordered(lower: Callable[..., Any]) -> Callable[..., Any]:
     """The lowering of a collective or a wait, which stays where it is among those and the work
     around it. In graphs that the passes have not seen it does nothing more."""
 
@@ -31,12 +31,12 @@ def held(lower: Callable[..., Any]) -> Callable[..., Any]:
             state.ordered = True
             if config.compare and getattr(V.graph, "parent", None) is None:
                 state.last_held = compared_first()
-                state.held = len(V.graph.operations)
+                state.held_at = len(V.graph.operations)
         before = len(V.graph.operations)
-        made = lower(*args, **kwargs)
+        result = lower(*args, **kwargs)
         if state.ordered:
             _hold(V.graph.operations[before:])
-        return made
+        return result
 
     return in_place
 
@@ -48,13 +48,13 @@ def _is_planned(node: Any) -> bool:
     return any(choice_of(x) is not None for x in (node, *inside))
 
 
-def _hold(made: Sequence[Any]) -> None:
+def _hold(operations: Sequence[Any]) -> None:
     """Put what was made of a collective or a wait into its place."""
     state, depends_on = current(), V.graph.additional_buffer_deps
-    calls = [op for op in made if _communicates(op)]
+    calls = [op for op in operations if _communicates(op)]
     if not calls:
         return  # it was complete: nothing is left of the wait
-    since = [op for op in V.graph.operations[state.held :] if op not in calls]
+    since = [op for op in V.graph.operations[state.held_at :] if op not in calls]
     work = [op for op in since if _is_extern_work(op)]
     if state.last_held is not None:
         for op in work:
@@ -67,7 +67,7 @@ def _hold(made: Sequence[Any]) -> None:
         if state.last_held is not None:
             depends_on[op.get_operation_name()].add(state.last_held)
         state.last_held = op.get_name()
-    state.held = len(V.graph.operations)
+    state.held_at = len(V.graph.operations)
 
 
 def _communicates(op: Any) -> bool:

@@ -26,7 +26,7 @@ from inductor_ext._torch import (
 )
 from inductor_ext.errors import NoSuchArgument, UnknownRow
 from inductor_ext.lower.ir import realize_as_symmetric_memory
-from inductor_ext.lower.order import held
+from inductor_ext.lower.order import ordered
 from inductor_ext.stock.inductor import add_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +40,7 @@ def lowers(row: str) -> Callable[[F], F]:
     """Make a function the lowering of a row: it takes the op's arguments as Inductor's IR, and
     returns IR. The last one registered serves; ``lowering_of`` gives the one before, to call it.
     """
-    _known(row)
+    _row(row)
 
     def register(fn: F) -> F:
         _users[row] = fn
@@ -53,10 +53,10 @@ def lowering_of(row: str) -> Lower:
     """The lowering that serves a row."""
     from inductor_ext.lower.lowerings import lowering_for  # it is built on this file
 
-    return _users.get(row) or lowering_for(_known(row))
+    return _users.get(row) or lowering_for(_row(row))
 
 
-def _known(row: str) -> Collective:
+def _row(row: str) -> Collective:
     if row not in COLLECTIVES:
         raise UnknownRow(row=row, known=", ".join(COLLECTIVES))
     return COLLECTIVES[row]
@@ -89,7 +89,7 @@ def register() -> None:
 def _put(op: Any, lower: Lower) -> None:
     if op not in _before:
         _before[op] = lowering.lowerings.get(op)
-        lowering.register_lowering(op, type_promotion_kind=None)(held(lower))
+        lowering.register_lowering(op, type_promotion_kind=None)(ordered(lower))
 
 
 def _dispatch(row: str) -> Lower:
@@ -103,9 +103,9 @@ def _dispatch(row: str) -> Lower:
 
 def stock(op: Any) -> Lower:
     """Inductor's own lowering of an op; of a wait with the order of point-to-point kept."""
-    found = _before[op]
-    assert found is not None, op
-    return found
+    lower = _before[op]
+    assert lower is not None, op
+    return lower
 
 
 def stock_wait(x: Any) -> Any:

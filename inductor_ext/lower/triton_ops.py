@@ -65,7 +65,7 @@ def one_shot_all_reduce(symmetric_input: Tensor, reduce_op: str, group_name: str
 
 
 def two_shot_all_reduce(symmetric_input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """The same for large parts: every rank reduces a share of them. It writes over its argument."""
+    """all_reduce of large parts: every rank reduces a share. It writes over its argument."""
     x, kernels = symmetric_input, _kernels()
     out = torch.empty_like(x)
     if x.numel():

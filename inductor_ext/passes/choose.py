@@ -23,18 +23,18 @@ from inductor_ext.passes.simplify import substitute
 def choose(graph: Graph) -> list[str]:
     """Give every collective its form. What is complete without a wait loses its waits, and what is
     left to stock Inductor gets back the op that the program called."""
-    said = []
+    lines = []
     for node, row in collectives(graph):
         form, why = _form_of(node, row)
         choice = replace(choice_of(node) or Choice(), form=form, why=why)
         set_choice(node, choice)
-        said.append(f"{describe(node)}: {form}" + (f" ({why})" if why else ""))
+        lines.append(f"{describe(node)}: {form}" + (f" ({why})" if why else ""))
         if choice.is_complete:
             for user in list(node.users):
                 substitute(user, node)
         elif form == "stock" and choice.was is not None:
             node.target = choice.was
-    return said
+    return lines
 
 
 def carrier_of(node: Node) -> str:

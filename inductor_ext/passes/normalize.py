@@ -31,15 +31,15 @@ def normalize(graph: Graph) -> list[str]:
 
 def _wait_for_each(graph: Graph, node: Node) -> None:
     """A wait for a list becomes one for each of its tensors."""
-    given = node.args[0]
+    tensors = node.args[0]
     values = node.meta.get("val")
-    if not isinstance(given, (list, tuple)) or any(
+    if not isinstance(tensors, (list, tuple)) or any(
         user.target is not getitem for user in node.users
     ):
         return
     waits = []
     with graph.inserting_before(node):
-        for i, tensor in enumerate(given):
+        for i, tensor in enumerate(tensors):
             wait = graph.call_function(wait_tensor, (tensor,))
             wait.meta = {**node.meta, **({"val": values[i]} if values is not None else {})}
             waits.append(wait)

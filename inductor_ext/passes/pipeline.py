@@ -40,10 +40,10 @@ SOURCES = ("*.py", "*.cpp", "*.h")
 
 
 def run(p: Pass, graph: Graph) -> list[str]:
-    """Run one pass and verify the graph; what the pass said."""
-    said = p(graph)
+    """Run one pass and verify the graph; the lines that the pass returned."""
+    lines = p(graph)
     verify(graph, is_complete)
-    return said
+    return lines
 
 
 def is_complete(node: Node) -> bool:
@@ -80,7 +80,7 @@ class Passes(CustomGraphPass):
 
 @functools.cache
 def own_source_hash() -> str:
-    """Of the code that runs in this process, so once is enough."""
+    """The hash of the code that runs in this process, so once is enough."""
     return source_hash(*PACKAGES)
 
 

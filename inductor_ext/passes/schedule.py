@@ -82,14 +82,14 @@ def schedule(graph: Graph) -> list[str]:
         ) from error
     assert plan.graph_module is not None
     _planned.append(Planned(**{f.name: getattr(plan, f.name) for f in fields(Planned)}))
-    done, calls = dict(_changes(graph, plan)), _calls(graph, plan)
+    changes, calls = dict(_changes(graph, plan)), _calls(graph, plan)
     apply_in_place(graph, plan.graph_module.graph, plan.order)
     for node in graph.nodes:
-        if node.name in done:
-            set_choice(node, replace(choice_of(node) or Choice(), plan=done[node.name]))
+        if node.name in changes:
+            set_choice(node, replace(choice_of(node) or Choice(), plan=changes[node.name]))
         if node.name in calls:
             set_choice(node, replace(choice_of(node) or Choice(), calls=calls[node.name]))
-    return [f"{name}: {what}" for name, what in done.items()]
+    return [f"{name}: {what}" for name, what in changes.items()]
 
 
 def _has_one_order(graph: Graph) -> bool:
@@ -139,7 +139,7 @@ class _Carriers:
         return tuple(replace(s, **changes[s.name]) if s.name in changes else s for s in steps)
 
     def us_of(self, call: Issued, nbytes: float) -> float | None:
-        """Of what is read in place only the meeting can be hidden: its bytes are the reader's."""
+        """The time of a call: in place only the meeting's, as its bytes are the reader's time."""
         carrier = self.carrier[call.start]
         if carrier == "process group":
             return us_over(self.network, call, nbytes)
@@ -165,16 +165,16 @@ def _only_for(start: Node) -> str | None:
 
 def _calls(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
     """By the names of the starts that a plan makes: the program's calls that they make."""
-    known = {node.name: calls_of(node) for node, _ in collectives(graph)}
-    made: dict[str, tuple[str, ...]] = {}
+    own_calls = {node.name: calls_of(node) for node, _ in collectives(graph)}
+    calls: dict[str, tuple[str, ...]] = {}
     for bucket in plan.buckets:
-        made[bucket.name] = tuple(x for name in bucket.members for x in known.get(name, ()))
+        calls[bucket.name] = tuple(x for name in bucket.members for x in own_calls.get(name, ()))
     for split in plan.splits:
         for name in split.collectives:
-            whole = made.get(name, known.get(name, ()))
+            whole = calls.get(name, own_calls.get(name, ()))
             for j in range(split.chunks):
-                made[f"{name}_c{j}"] = (*whole, f"chunk {j + 1} of {split.chunks}")
-    return made
+                calls[f"{name}_c{j}"] = (*whole, f"chunk {j + 1} of {split.chunks}")
+    return calls
 
 
 # -- what is said of it ---
@@ -211,9 +211,9 @@ def _moved(what: str, by: int) -> Iterator[str]:
 
 def _kernels_before(order: Iterable[str], kernels: set[str]) -> dict[str, int]:
     """By the name of each node: how many kernels come before it."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     count = 0
     for name in order:
-        found[name] = count
+        counts[name] = count
         count += name in kernels
-    return found
+    return counts

@@ -59,7 +59,7 @@ def _of_replicated(graph: Graph) -> Iterable[str]:
     for node in list(graph.nodes):
         row = row_of_node(node)
         if row is None or row.is_wait or why_torchs(node):
-            replicated_on[node] = _kept(node, replicated_on)
+            replicated_on[node] = _replicated(node, replicated_on)
             continue
         args = arguments(node)
         group = args.get("group_name") or ""
@@ -89,7 +89,7 @@ _KEEP_EQUAL = (
 )
 
 
-def _kept(node: Node, replicated_on: dict[Node, set[str]]) -> set[str]:
+def _replicated(node: Node, replicated_on: dict[Node, set[str]]) -> set[str]:
     """The groups on which a node that is no collective gives the same value to all ranks."""
     values = node.all_input_nodes
     only_values = len(values) == len(node.args) and not node.kwargs
@@ -102,7 +102,7 @@ def _kept(node: Node, replicated_on: dict[Node, set[str]]) -> set[str]:
 def _computed_locally(
     graph: Graph, node: Node, row: Collective, args: dict[str, Any]
 ) -> Node | None:
-    """What a collective of equal values gives, without the collective."""
+    """The result of a collective of equal values, without the collective."""
     x = args["input"]
     if row is ALL_REDUCE and args["reduce_op"] in ("min", "max", "avg"):
         return x
@@ -112,9 +112,9 @@ def _computed_locally(
     repeats = [1] * x.meta["val"].dim()
     repeats[args["dim"]] = args["group_size"]
     with graph.inserting_before(node):
-        made = graph.call_function(aten.repeat.default, (x, repeats))
-    made.meta.update(val=node.meta["val"])
-    return made
+        repeated = graph.call_function(aten.repeat.default, (x, repeats))
+    repeated.meta.update(val=node.meta["val"])
+    return repeated
 
 
 # -- a reduce-scatter that is gathered again ---
@@ -131,10 +131,10 @@ def _scatter_then_gather(graph: Graph) -> Iterable[str]:
         wait, args = gather.args[0], arguments(scatter)
         with graph.inserting_before(gather):
             call = (args["input"], args["reduce_op"], args["group_name"])
-            made = graph.call_function(op_of(ALL_REDUCE), call)
-        made.meta.update(facts_without_choice(gather))  # that is of another op
-        set_choice(made, Choice(calls=(*calls_of(scatter), *calls_of(gather))))
-        substitute(gather, made)
+            reduced = graph.call_function(op_of(ALL_REDUCE), call)
+        reduced.meta.update(facts_without_choice(gather))  # that is of another op
+        set_choice(reduced, Choice(calls=(*calls_of(scatter), *calls_of(gather))))
+        substitute(gather, reduced)
         graph.erase_node(wait)
         graph.erase_node(scatter)
 

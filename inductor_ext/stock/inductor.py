@@ -61,12 +61,12 @@ def _keep_in_order() -> None:
     starts before it: of two ranks that send to each other, each would wait before it starts to
     receive. And it knows of no communication but those kernels.
     """
-    put = functools.partial(lowering.register_lowering, type_promotion_kind=None)
+    register = functools.partial(lowering.register_lowering, type_promotion_kind=None)
     for op in torchs_collectives():
         lower = lowering.lowerings[op]
-        put(op)(_in_order(lower) if op is wait_tensor else _started_in_order(lower))
+        register(op)(_in_order(lower) if op is wait_tensor else _started_in_order(lower))
     for op in ops_on_functions():
-        put(op)(regions_in_order(lowering.lowerings[op]))
+        register(op)(regions_in_order(lowering.lowerings[op]))
 
 
 def _started_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,9 +74,9 @@ def _started_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
     def start(*args: Any, **kwargs: Any) -> Any:
         before = len(V.graph.operations)
         out = lower(*args, **kwargs)
-        for made in V.graph.operations[before:]:
-            if isinstance(made, CollectiveKernel) and not isinstance(made, WaitKernel):
-                in_order(made)
+        for operation in V.graph.operations[before:]:
+            if isinstance(operation, CollectiveKernel) and not isinstance(operation, WaitKernel):
+                in_order(operation)
         return out
 
     return start
@@ -85,9 +85,9 @@ def _started_in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
 def _in_order(stock_wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def wait(x: Any) -> Any:
         out = stock_wait(x)
-        made = V.graph.operations[-1]
-        if isinstance(made, WaitKernel) and _has_effect(made.inputs[0]):
-            in_order(made)
+        kernel = V.graph.operations[-1]
+        if isinstance(kernel, WaitKernel) and _has_effect(kernel.inputs[0]):
+            in_order(kernel)
         return out
 
     return wait

@@ -1,4 +1,4 @@
-"""Tell the parts of torch's compiler about fcoll's ops as soon as they are imported, so that fcoll
+"""Register fcoll's ops in the parts of torch's compiler once they are imported, so that fcoll
 works under stock Inductor and AOTAutograd (``fcoll/plugins.py``)."""
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_as_without(name, monkeypatch):
     kept = nodes_of(name)
     made = []
     monkeypatch.setattr(Results, "call", lambda self, func, args, kwargs: func(*args, **kwargs))
-    monkeypatch.setattr(Results, "_made", lambda *args: made.append(args))
+    monkeypatch.setattr(Results, "_tensor_like", lambda *args: made.append(args))
     plain = nodes_of(name)
     assert not made
     for one, other in zip(kept, plain, strict=True):

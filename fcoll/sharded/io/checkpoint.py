@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks of a sharded tensor: which blocks to write and to read.
+"""Sharded tensors in torch.distributed.checkpoint: which blocks to write and to read.
 
 A checkpoint is a list of blocks with their offsets. It is read by whatever names blocks of the same
 tensor: another layout, other ranks, a DTensor, torch's own ShardedTensor.
@@ -39,9 +39,9 @@ def write_items(st: Any, name: str, value: object = None) -> list[WriteItem]:
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    kept = st._metadata.tensor_properties
+    props = st._metadata.tensor_properties
     properties = TensorProperties(
-        kept.dtype, kept.layout, kept.requires_grad, kept.memory_format, kept.pin_memory
+        props.dtype, props.layout, props.requires_grad, props.memory_format, props.pin_memory
     )
     return [
         WriteItem(

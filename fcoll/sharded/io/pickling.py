@@ -1,4 +1,4 @@
-"""A sharded tensor as pickle writes it: a rank's own shards, the metadata of all, and who it was;
+"""Pickles of sharded tensors: a rank's own shards, the metadata of all, and the rank that wrote it;
 and files that all ranks wrote, read on other ranks.
 
 The state has the fields of torch's ShardedTensor, so that its pickles load as ours where
@@ -86,7 +86,7 @@ def current_process_group() -> Any:
 
 
 def state_of(st: Any) -> tuple:
-    """What is pickled of a tensor."""
+    """The state of a tensor that is pickled."""
     return (
         st._local_shards,
         st._metadata,
@@ -158,7 +158,7 @@ def load_files(files: Sequence[str | PathLike | IO[bytes]], into: Mapping[str, A
 
 @dataclass
 class _Pieces:
-    """What a file has of a sharded tensor."""
+    """The shards of a sharded tensor that one file has."""
 
     state: tuple
     ProcessGroupState = ProcessGroupState
@@ -176,14 +176,14 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles sharded tensors as pieces, whatever rank wrote them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if found is _torch.TheirShardedTensor or hasattr(found, "_is_sharded_tensor"):
+        value = super().find_class(module, name)
+        if value is _torch.TheirShardedTensor or hasattr(value, "_is_sharded_tensor"):
             return _Pieces
-        if found is rebuilt:
+        if value is rebuilt:
             return lambda cls, state: cls(state)
-        if found is _torch.rebuild_of_type:
+        if value is _torch.rebuild_of_type:
             return _rebuilt_pieces
-        return found
+        return value
 
 
 _PIECES = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle", load=pickle.load)
@@ -203,10 +203,10 @@ def _fill(name: str, target: Any, parts: list[Any]) -> None:
             raise BadShards(why=why, hint="Load into a tensor of that size.")
         saved += part.boxes if isinstance(part, _Pieces) else [(Box.whole(size), part)]
     if is_sharded(target):
-        wanted = [(box_of(shard.metadata), shard.tensor) for shard in target.local_shards()]
+        blocks = [(box_of(shard.metadata), shard.tensor) for shard in target.local_shards()]
     else:
-        wanted = [(Box.whole(target.shape), target)]
-    for box, tensor in wanted:
+        blocks = [(Box.whole(target.shape), target)]
+    for box, tensor in blocks:
         if gap := first_gap([have for have, _ in saved], box):
             why = f"no file has the block of {name!r} at {gap.offsets} of size {gap.sizes}"
             raise BadShards(why=why, hint="Pass the files of all ranks that saved.")

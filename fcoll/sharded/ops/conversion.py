@@ -1,5 +1,4 @@
-"""Copies, other dtypes and devices, comparisons, and what a tensor says of itself: each rank on its
-own shards."""
+"""Copies, other dtypes and devices, comparisons and attributes: each rank on its own shards."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @rule(*_torch.SHALLOW_COPY_CHECKS)
 def may_be_shallow_copied(input: Any, other: Any) -> bool:
-    """nn.Module.to asks: a sharded parameter is replaced, not overwritten through .data."""
+    """False, for nn.Module.to: a sharded parameter is replaced, not overwritten through .data."""
     return False
 
 
@@ -101,7 +100,7 @@ rule_of_each([getattr(Tensor, name) for name in _DTYPES], _as_dtype)
 
 @dataclass
 class ToArguments:
-    """What ``to`` was asked for."""
+    """The arguments of ``to``."""
 
     device: torch.device | None = None
     dtype: torch.dtype | None = None
@@ -139,14 +138,14 @@ class ToArguments:
 def to(st: Any, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.to`` of every shard, and ``process_group`` as in ``cpu``; itself if it is so
     already."""
-    asked = ToArguments.of(args, kwargs)
-    _check_format(asked.memory_format)
-    device, dtype = asked.device or st.device, asked.dtype or st.dtype
+    options = ToArguments.of(args, kwargs)
+    _check_format(options.memory_format)
+    device, dtype = options.device or st.device, options.dtype or st.dtype
     if device.type == "cuda":
         device = _current_cuda(device)
-    if not asked.copy and dtype == st.dtype and device == st.device:
+    if not options.copy and dtype == st.dtype and device == st.device:
         return st
-    return _moved(st, replace(asked, device=device, dtype=dtype))
+    return _moved(st, replace(options, device=device, dtype=dtype))
 
 
 def cpu(
@@ -160,8 +159,8 @@ def cpu(
     if all(s.placement.device().type == "cpu" for s in st._metadata.shards_metadata):
         return st
     cpu, dtype = torch.device("cpu"), st.dtype
-    asked = ToArguments(cpu, dtype, memory_format=memory_format, process_group=process_group)
-    return _moved(st, asked)
+    options = ToArguments(cpu, dtype, memory_format=memory_format, process_group=process_group)
+    return _moved(st, options)
 
 
 def cuda(
@@ -181,8 +180,8 @@ def cuda(
         )
         raise BadMove(why=why, hint="Call torch.cuda.set_device first, or reshard.")
     gpu = torch.device("cuda", here)
-    asked = ToArguments(gpu, st.dtype, non_blocking, False, memory_format, process_group)
-    return _moved(st, asked)
+    options = ToArguments(gpu, st.dtype, non_blocking, False, memory_format, process_group)
+    return _moved(st, options)
 
 
 def _current_cuda(device: torch.device) -> torch.device:
@@ -202,18 +201,18 @@ def _check_format(memory_format: torch.memory_format) -> None:
         raise BadMove(why=f"{why} It was {memory_format}", hint="Leave it out.")
 
 
-def _moved(st: Any, asked: ToArguments) -> Any:
+def _moved(st: Any, options: ToArguments) -> Any:
     """A new tensor of shards that were moved; those that are there already are not copied."""
-    old, device = st._metadata, asked.device
-    assert device is not None and asked.dtype is not None
+    old, device = st._metadata, options.device
+    assert device is not None and options.dtype is not None
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(
             device,
-            asked.dtype,
-            non_blocking=asked.non_blocking,
-            copy=asked.copy,
-            memory_format=asked.memory_format,
+            options.dtype,
+            non_blocking=options.non_blocking,
+            copy=options.copy,
+            memory_format=options.memory_format,
         )
 
     def placed(shard: ShardMetadata) -> ShardMetadata:
@@ -221,14 +220,14 @@ def _moved(st: Any, asked: ToArguments) -> Any:
 
     layout = [placed(shard) for shard in old.shards_metadata]
     shards = [Shard(move(shard.tensor), placed(shard.metadata)) for shard in st._local_shards]
-    properties = replace(old.tensor_properties, dtype=asked.dtype)
-    copies = asked.copy or asked.dtype != st.dtype or device != st.device
-    has_gradients = asked.dtype.is_floating_point or asked.dtype.is_complex
+    properties = replace(old.tensor_properties, dtype=options.dtype)
+    copies = options.copy or options.dtype != st.dtype or device != st.device
+    has_gradients = options.dtype.is_floating_point or options.dtype.is_complex
     if not has_gradients or (copies and not torch.is_grad_enabled()):
         properties.requires_grad = False
     pg = st._process_group
-    if asked.process_group is not None:
-        pg = as_process_group(asked.process_group)
+    if options.process_group is not None:
+        pg = as_process_group(options.process_group)
     return type(st)._assemble(
         _spec_on(st._sharding_spec, layout, old.size, device),
         ShardedTensorMetadata(layout, old.size, properties),
@@ -293,7 +292,7 @@ def allclose(
 
 
 def _getters(*names: str) -> list[Any]:
-    """The getters of torch.Tensor's properties, as __torch_function__ is asked with them."""
+    """The getters of torch.Tensor's properties, as __torch_function__ gets them."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
@@ -320,7 +319,7 @@ def set_grad(input: Any, grad: Any) -> Any:
 
 @rule(*_getters("device"))
 def device(input: Any) -> torch.device:
-    """That of this rank's shards; of a rank without any, the one that the group serves."""
+    """The device of this rank's shards; of a rank without any, one that the group serves."""
     if input._local_shards:
         return input._local_shards[0].tensor.device  # type: ignore[no-any-return]
     group = input._process_group

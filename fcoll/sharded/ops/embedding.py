@@ -45,8 +45,8 @@ def _embed(func: Callable, input: Any, weight: Any, **options: Any) -> Any:
         return NotImplemented
     rows, places, padding = Lookup.of(func, input, weight, options).run()
     names = ("offsets", "mode", "per_sample_weights", "include_last_offset")  # of embedding_bag
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    return func(places, rows, padding_idx=padding, **given)
+    bag_options = {name: options[name] for name in names if options.get(name) is not None}
+    return func(places, rows, padding_idx=padding, **bag_options)
 
 
 rule_of_each([F.embedding, F.embedding_bag], _embed)
@@ -69,8 +69,8 @@ class Lookup:
             if options.get(flag):
                 raise NoSuchLookup(func=name_of(func), flag=flag)
         names = ("padding_idx", "max_norm", "norm_type")
-        given = {name: options[name] for name in names if name in options}
-        return cls(name_of(func), ids, table, **given)
+        lookup_options = {name: options[name] for name in names if name in options}
+        return cls(name_of(func), ids, table, **lookup_options)
 
     @property
     def count(self) -> int:
@@ -81,21 +81,21 @@ class Lookup:
         """The rows that the ids name, each once; where each id's row is among them; and where the
         padding's is, if it was looked up."""
         self._check_options()
-        needed, places = distinct(self.ids, self.count)
-        lengths = self._agreed_lengths(needed)
+        own_ids, places = distinct(self.ids, self.count)
+        lengths = self._agreed_lengths(own_ids)
         name = self.table.group.name
-        gathered = functions.all_gather_into_tensor(needed.long(), name, sizes=lengths)
-        asked = list(functions.wait_tensor(gathered).split(lengths))
+        gathered = functions.all_gather_into_tensor(own_ids.long(), name, sizes=lengths)
+        ids_by_rank = list(functions.wait_tensor(gathered).split(lengths))
         if self.max_norm is not None:
-            everyones, _ = distinct(torch.cat(asked), self.count)
+            everyones, _ = distinct(torch.cat(ids_by_rank), self.count)
             _renorm(self.table, everyones, self.max_norm, self.norm_type)
         padding = self.padding_idx
         if padding is not None:
-            padding = place_of(padding % self.count, needed)
-        return rows_of(self.table, asked), places, padding
+            padding = place_of(padding % self.count, own_ids)
+        return rows_of(self.table, ids_by_rank), places, padding
 
     def _check_options(self) -> None:
-        """What is the same on all ranks, so that they need not tell each other."""
+        """Check options, which are the same on all ranks: no rank need tell the others."""
         size, padding = self.table._metadata.size, self.padding_idx
         if len(size) != 2:
             why = f"Weight needs to have exactly 2 dims, not {len(size)}"
@@ -107,11 +107,11 @@ class Lookup:
             why = f"Padding_idx must be within num_embeddings, {size[0]}: it is {padding}"
             raise self._error(why, "Name a row of the table.")
 
-    def _agreed_lengths(self, needed: Tensor) -> list[int]:
+    def _agreed_lengths(self, ids: Tensor) -> list[int]:
         """How many rows each rank asks for, once all have said that theirs exist."""
-        why, hint = wrong_id(needed, self.count), f"Ids are 0 to {self.count - 1}."
+        why, hint = wrong_id(ids, self.count), f"Ids are 0 to {self.count - 1}."
         renorms = self.max_norm is not None
-        numbers = needed.numel(), int(renorms)
+        numbers = ids.numel(), int(renorms)
         everyone = gather_fitting(self.func, self.table, BadLookup, why, hint, *numbers)
         for rank, (_, theirs_renorms) in enumerate(everyone):
             if theirs_renorms != int(renorms):
@@ -125,8 +125,8 @@ class Lookup:
         return BadLookup(func=self.func, rank=rank, why=why, hint=hint)
 
 
-def rows_of(table: Any, asked: list[Tensor]) -> Tensor:
-    """The rows that this rank asked for; ``asked[r]`` are rank r's, sorted, each once."""
+def rows_of(table: Any, ids_by_rank: list[Tensor]) -> Tensor:
+    """The rows that this rank asked for; ``ids_by_rank[r]`` are rank r's, sorted, each once."""
     g, (count, width) = table.group, table._metadata.size
     blocks = [block for block in blocks_of(table) if block.box.volume]
     tensors = [t for t in local_tensors(table) if t.numel()]
@@ -136,13 +136,13 @@ def rows_of(table: Any, asked: list[Tensor]) -> Tensor:
             tensor.index_select(0, ids[a:b] - box.offsets[0])
             for tensor, box, (a, b) in zip(tensors, mine, ranges(ids, mine, count), strict=True)
         ]
-        for ids in asked
+        for ids in ids_by_rank
     ]
-    needed = asked[g.rank]
-    boxes = _boxes_by_rank(g.ranks, blocks, needed, count)
+    own_ids = ids_by_rank[g.rank]
+    boxes = _boxes_by_rank(g.ranks, blocks, own_ids, count)
     expected = [sum(box.volume for box in theirs) for theirs in boxes]
     flat, _ = exchange_lists(g, sent, expected, empty_of(table), anchors_of(table))
-    return assemble(flat, [box for theirs in boxes for box in theirs], (needed.numel(), width))
+    return assemble(flat, [box for theirs in boxes for box in theirs], (own_ids.numel(), width))
 
 
 def _boxes_by_rank(
@@ -195,10 +195,10 @@ def distinct(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     if not is_traced():
         return torch.unique(ids, return_inverse=True)
-    needed = ids.reshape(-1)[: min(ids.numel(), count)].contiguous()
-    _torch.check_in_graph((needed[1:] > needed[:-1]).all(), EVEN)
-    places = torch.searchsorted(needed, ids.contiguous())
-    return needed, places.clamp(max=max(needed.numel() - 1, 0))
+    unique = ids.reshape(-1)[: min(ids.numel(), count)].contiguous()
+    _torch.check_in_graph((unique[1:] > unique[:-1]).all(), EVEN)
+    places = torch.searchsorted(unique, ids.contiguous())
+    return unique, places.clamp(max=max(unique.numel() - 1, 0))
 
 
 def ranges(ids: Tensor, boxes: Sequence[Box], count: int) -> list[tuple[int, int]]:
@@ -213,22 +213,22 @@ def ranges(ids: Tensor, boxes: Sequence[Box], count: int) -> list[tuple[int, int
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def place_of(row: int, needed: Tensor) -> int | None:
+def place_of(row: int, ids: Tensor) -> int | None:
     """Where a row is among the ids; None if it was not looked up. In a trace the first."""
     if is_traced():
-        return 0 if needed.numel() else None
-    found = (needed == row).nonzero().flatten().tolist()
-    return found[0] if found else None
+        return 0 if ids.numel() else None
+    places = (ids == row).nonzero().flatten().tolist()
+    return places[0] if places else None
 
 
-def wrong_id(needed: Tensor, count: int) -> str:
-    """What is wrong with the ids, of which none may be outside the table; a trace takes them to be
+def wrong_id(ids: Tensor, count: int) -> str:
+    """The mistake in the ids, of which none may be outside the table; a trace takes them to be
     right."""
-    if needed.is_floating_point() or needed.dtype == torch.bool or needed.is_complex():
-        return f"Expected ids to be of an integer dtype, got {needed.dtype}"
-    if is_traced() or needed.numel() == 0:
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
+        return f"Expected ids to be of an integer dtype, got {ids.dtype}"
+    if is_traced() or ids.numel() == 0:
         return ""
-    low, high = needed[0].item(), needed[-1].item()
+    low, high = ids[0].item(), ids[-1].item()
     if low >= 0 and high < count:
         return ""
     worst = low if low < 0 else high

@@ -107,7 +107,7 @@ def _widened(width: int, box: Box) -> Box:
 
 def product(func: str, x: Tensor, st: Any, contracted: int) -> Tensor:
     """``x`` times a sharded matrix, summed over x's last dim and the matrix' dim ``contracted``."""
-    kept = 1 - contracted
+    free = 1 - contracted
     counts, grad = _agreed_rows(func, x, st, contracted)
     g, blocks = st.group, [block for block in blocks_of(st) if block.box.volume]
     flat_x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -127,10 +127,10 @@ def product(func: str, x: Tensor, st: Any, contracted: int) -> Tensor:
     answers = _answers(inputs, counts, mine, tensors, contracted)
     anchors = [arrived[:0], *anchors_of(st)]
     count = flat_x.shape[0]
-    expected = [count * sum(box.sizes[kept] for box in boxes) for boxes in by_rank]
+    expected = [count * sum(box.sizes[free] for box in boxes) for boxes in by_rank]
     back, _ = exchange_lists(g, answers, expected, empty_of(st), anchors)
-    out = _summed(back, by_rank, count, kept, st)
-    return out.reshape(*x.shape[:-1], st._metadata.size[kept])
+    out = _summed(back, by_rank, count, free, st)
+    return out.reshape(*x.shape[:-1], st._metadata.size[free])
 
 
 def _answers(
@@ -150,15 +150,15 @@ def _answers(
     return answers
 
 
-def _summed(flat: Tensor, by_rank: list[list[Box]], count: int, kept: int, st: Any) -> Tensor:
+def _summed(flat: Tensor, by_rank: list[list[Box]], count: int, free: int, st: Any) -> Tensor:
     """The result of what the holders' blocks made; where they share columns, their sum."""
-    size = (count, st._metadata.size[kept])
+    size = (count, st._metadata.size[free])
     boxes = [
-        Box((0, box.offsets[kept]), (count, box.sizes[kept]))
+        Box((0, box.offsets[free]), (count, box.sizes[free]))
         for theirs in by_rank
         for box in theirs
     ]
-    if 1 - kept not in cut_dims(st):
+    if 1 - free not in cut_dims(st):
         return assemble(flat, boxes, size)
     out = flat.new_zeros(size)
     whole = Box.whole(size)

@@ -131,8 +131,8 @@ def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:
 
 def _named(name: str) -> set[Callable]:
     """What torch has of a name: a function, a method, and both in place."""
-    found = {getattr(place, n, None) for place in (torch, Tensor, F) for n in (name, f"{name}_")}
-    return {func for func in found if func is not None}
+    funcs = {getattr(place, n, None) for place in (torch, Tensor, F) for n in (name, f"{name}_")}
+    return {func for func in funcs if func is not None}
 
 
 for _name in [*UNARY.split(), *BINARY.split()]:
