@@ -12,6 +12,7 @@ order of the calls; nobody has to wait for a result for its peers to get theirs.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import struct
 import threading
@@ -25,7 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import CollectiveMismatch, GroupClosed, PeerDied
+from fcoll.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    FcollError,
+    GroupClosed,
+    PeerDied,
+)
 from fcoll.groups import Group
 from fcoll.reductions import REDUCTIONS, Reduction, fold
 from fcoll.transport import messages, shared_memory
@@ -41,6 +48,7 @@ BLOCK = 1 << 20  # bytes that are under way between islands while the next are a
 DEPTH = 2  # blocks under way
 SMALL = 32 << 10  # bytes that go between leaders alone: one message a pair, no share a rank
 INLINE = 64 << 10  # bytes of a call that is carried out by its caller
+END_S = 5.0  # for calls that are under way when the process ends
 _TAG = 3 * messages.TAGS  # tags of headers; a block has this and its length
 _TEXT = 200  # characters of a call, as peers are told
 _HEADER = struct.Struct(f"qq{_TEXT}s")
@@ -62,43 +70,46 @@ class Hosts:
             if i != self.home and self.place < len(ranks)
         }
         self.closed = ""
-        self.calls = 0
-        self.waiting = queue.SimpleQueue[Callable[[], None] | None]()
-        self.turn = threading.Lock()  # of the call that is carried out
-        self.behind = 0  # calls that the thread has not begun
-        self.thread: threading.Thread | None = None
         self.pg = weakref.ref(g.pg)
+        self.calls = 0
+        self.turn = threading.Lock()  # held while a call is carried out or put behind others
+        self.unfinished = 0  # calls of the thread
+        self.waiting = queue.SimpleQueue[Callable[[], None] | None]()
+        self.thread: threading.Thread | None = None
 
     # -- calls, one after the other ---
 
     def start(self, nbytes: int, call: Callable[[Exchange], None]) -> dist.Work | None:
         """Carry out a call, now if it is small and none is behind; what is wrong is raised here or
         where the work is waited for."""
-        if self.closed:
-            raise GroupClosed(message=f"the group was closed by an earlier error: {self.closed}")
-        self.calls += 1
-        exchange = Exchange(self, self.calls, running.signed() if running.signed else None)
-        if nbytes <= INLINE and not self.behind:
-            with self.turn:
+        signed = running.signed() if running.signed else None
+        with self.turn:
+            if self.closed:
+                raise GroupClosed(
+                    message=f"the group was closed by an earlier error: {self.closed}"
+                )
+            self.calls += 1
+            exchange = Exchange(self, self.calls, signed)
+            if nbytes <= INLINE and not self.unfinished:
                 self._run(call, exchange)
-            return None
-        work = HostsWork()
+                return None
+            work = HostsWork()
+            self.unfinished += 1
+            self.waiting.put(lambda: self._run_for(work, call, exchange))
+            if self.thread is None:
+                self.thread = threading.Thread(target=_serve, args=(self.waiting,), daemon=True)
+                self.thread.start()
+                atexit.register(self.end)
+            return work
 
-        def run() -> None:
-            self.behind -= 1
-            with self.turn:
-                try:
-                    self._run(call, exchange)
-                except Exception as error:
-                    work.error = error
-                work.done.set()
-
-        self.behind += 1
-        self.waiting.put(run)
-        if self.thread is None:
-            self.thread = threading.Thread(target=_serve, args=(self.waiting,), daemon=True)
-            self.thread.start()
-        return work
+    def _run_for(self, work: HostsWork, call: Callable[[Exchange], None], e: Exchange) -> None:
+        try:
+            self._run(call, e)
+        except Exception as error:
+            work.error = error
+        with self.turn:
+            self.unfinished -= 1
+        work.done.set()
 
     def _run(self, call: Callable[[Exchange], None], exchange: Exchange) -> None:
         try:
@@ -117,10 +128,13 @@ class Hosts:
             native.fail(self.handle, why)
 
     def end(self) -> None:
-        """The group is gone."""
+        """The group is gone, or the process ends: calls that were made are finished first."""
         self.waiting.put(None)
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout=END_S)
         if self.handle:
             native.close(self.handle)
+        self.handle = 0
 
     # -- reductions ---
 
@@ -412,6 +426,7 @@ class Exchange:
 
     def __init__(self, hosts: Hosts, number: int, signed: Any) -> None:
         self.hosts, self.number = hosts, number
+        self.pg: Any = hosts.pg()  # it lives until the call is finished
         self.signature = native.sign(*signed) if signed else shared_memory.UNSIGNED
         self.digest = int(self.signature[0]) if signed else 0  # call.h
         self.text = _shown(signed) if signed else "a call without a row"
@@ -421,8 +436,7 @@ class Exchange:
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         """Send and receive, by rank of the group; what is returned waits for it."""
-        pg = self.hosts.pg()
-        assert pg is not None
+        pg = self.pg
         works: list[tuple[int, dist.Work]] = []
         headers: dict[int, tuple[Tensor, dist.Work]] = {}
         held: list[Tensor] = []
@@ -473,17 +487,13 @@ class Exchange:
         except RuntimeError as error:
             raise self._lost(peer, error) from None
 
-    def _lost(self, peer: int, error: RuntimeError) -> PeerDied:
+    def _lost(self, peer: int, error: RuntimeError) -> FcollError:
+        """gloo says in words alone whether a connection ended or nothing came."""
         island, _ = self.hosts.islands.at(peer)
-        ranks = self.hosts.islands.shown(island)
-        return PeerDied(
-            message=f"rank {self.hosts.rank} lost rank {peer} ({ranks}): {_first_line(error)}",
-            rank=peer,
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        said, ranks = str(error).partition("\n")[0], self.hosts.islands.shown(island)
+        message = f"rank {self.hosts.rank} lost rank {peer} ({ranks}) in {self.text}: {said}"
+        late = "imed out" in said
+        return (CollectiveTimeout if late else PeerDied)(message=message, rank=peer)
 
 
 def _shown(signed: Any) -> str:

@@ -33,7 +33,7 @@ from fcoll.reductions import Reduction
 from fcoll.transport import dumps, process_group
 from fcoll.transport.handshake import Exchange, meeting
 from fcoll.transport.islands import MOST as MAX_RANKS
-from fcoll.transport.islands import Islands, forced_part, islands_of
+from fcoll.transport.islands import VARIABLE, Islands, forced_part, islands_of
 from fcoll.transport.native import build
 from fcoll.transport.protocol import (
     Started,
@@ -155,7 +155,7 @@ def _connect(g: Group) -> Status:
     if handle := handle_of_backend(g.pg):
         status = Status(handle, _described(g.n), True)
     else:
-        part = forced_part(g.ranks[g.rank])
+        part = forced_part(g.ranks[g.rank]) if os.environ.get(VARIABLE) else ""
         with meeting(g) as exchange:
             status = connect(g.rank, g.n, _torch.group_timeout_s(g.pg), exchange, part)
     if status.shared:
@@ -190,13 +190,13 @@ def connect(
     mine = _open(rank, n, timeout_s, part or "")
     try:
         cards = _cards(mine, exchange)
-        islands = islands_of([card.place for card in cards], [card.host for card in cards])
-        why_not = _without(mine, cards)
-        if not why_not and len(islands.ranks) > 1:
+        why_not, places = _without(mine, cards), [card.place for card in cards]
+        if not why_not and (n > MAX_RANKS or len(set(places)) > 1):
+            islands = islands_of(places, [card.host for card in cards])
             if part is not None and not islands.alone:
                 _close(mine)
                 return _connect_islands(rank, islands, timeout_s, exchange)
-            why_not = f"its ranks are on {len(islands.ranks)} hosts"
+            why_not = f"its ranks are on {len(set(places))} hosts"
         why_not, fast = (why_not, False) if why_not else _joined(mine, cards, exchange)
     except BaseException:
         _close(mine)
@@ -261,8 +261,9 @@ def _open(rank: int, n: int, timeout_s: float, part: str = "") -> Opened:
 
 def fail(g: Group, why: str) -> None:
     """Close the group on all its ranks: those that wait for this one in a call raise at once."""
-    if (status := known_status(g)) is not None and status.shared:
-        torch.ops.fcoll_native.fail(status.handle, why)
+    status = known_status(g)
+    if status is not None and (handle := status.handle or status.inside):
+        torch.ops.fcoll_native.fail(handle, why)
 
 
 def _close(mine: Opened) -> None:

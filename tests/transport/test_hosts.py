@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import cases
 import pytest
@@ -17,6 +18,7 @@ from cases import ROWS, default_case
 from compare import check
 from hypothesis import given, settings
 from ranks import Launched, RankPool, launch
+from transport import two_hosts
 
 import fcoll
 from fcoll.errors import CollectiveMismatch, GroupClosed, PeerDied
@@ -225,3 +227,48 @@ def test_a_rank_that_dies_is_an_error_on_all_others(compiled):
     assert done.exitcodes[3] == -signal.SIGKILL
     for answer in done.results[:3]:
         assert answer and "rank" in answer and answer != "nothing was raised", answer
+
+
+# -- on two hosts: namespaces in which ranks see no process of the other's ---
+
+
+@pytest.fixture
+def hosts(tmp_path, compiled) -> Iterator[two_hosts.Hosts]:
+    if why := two_hosts.why_not():
+        pytest.skip(why)
+    with two_hosts.two_hosts(tmp_path) as made:
+        yield made
+
+
+def test_two_hosts(hosts):
+    hosts.start((2, 2), "host_ranks", "values", timeout_s=60)
+    hosts.wait(120)
+    for rank in range(4):
+        assert len(said := hosts.said(rank)) == 2, hosts.out(rank).read_text()
+        assert said[0].startswith("2 islands of shared memory (ranks 0, 1 on ")
+        assert said[1] == "right"
+
+
+def until(seen: Callable[[], bool], timeout_s: float = 60) -> None:
+    ends = time.monotonic() + timeout_s
+    while not seen():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("what", ["kill", "cut"])
+def test_a_host_that_is_lost_is_an_error_on_all_ranks_that_are_left(hosts, what):
+    hosts.start((2, 2), "host_ranks", "until_an_error", timeout_s=8)
+    until(lambda: all(hosts.said(rank) for rank in range(4)))
+    if what == "kill":
+        hosts.kill(1)
+    else:
+        hosts.cut()
+    left = range(2 if what == "kill" else 4)
+    until(lambda: all(len(hosts.said(rank)) == 2 for rank in left))
+    answers = [hosts.said(rank)[1] for rank in left]
+    assert all(answer.split(":")[0] in ERRORS for answer in answers), answers
+    assert any(" on " in answer and "lost rank" in answer for answer in answers), answers
+
+
+ERRORS = ("PeerDied", "GroupClosed", "CollectiveTimeout")
