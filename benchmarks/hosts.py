@@ -111,7 +111,7 @@ def main() -> None:
                 start(hosts[i], i, range(sum(ranks[:i]), sum(ranks[: i + 1])), mbit, args)
                 for i in range(2)
             ]
-            if any(process.wait() for process in running):
+            if any([process.wait() for process in running]):
                 raise SystemExit("a rank failed")
 
 
