@@ -220,6 +220,8 @@ def _connect_islands(rank: int, islands: Islands, timeout_s: float, exchange: Ex
         _close(mine)
         raise
     if not why_not:
+        if mine.handle:
+            torch.ops.fcoll_native.yield_cores(mine.handle)
         return Status(0, str(islands), islands=islands, inside=mine.handle)
     _close(mine)
     return Status(0, why_not)
