@@ -308,45 +308,52 @@ class Hosts:
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> dist.Work | None:
-        packed = self.islands.even and not output_splits and not input_splits
-        if packed:
-            sent, received = _bytes(x).view(self.n, -1), _bytes(out).view(self.n, -1)
-            return self.start(_nbytes(x), lambda e: self._exchanged_by_rails(received, sent, e))
         sends, receives = _split(x, input_splits, self.n), _split(out, output_splits, self.n)
-        # the sizes are each rank's own, and so is what is small: the thread takes all of them
-        return self.start(INLINE + 1, lambda e: self._exchanged_by_pairs(receives, sends, e))
+        run = self._exchanged_by_rails if self.islands.even else self._exchanged_by_pairs
+        # how much is sent is each rank's own matter, so how much there is decides nothing
+        return self.start(INLINE + 1, lambda exchange: run(receives, sends, exchange))
 
-    def _exchanged_by_rails(self, out: Tensor, x: Tensor, exchange: Exchange) -> None:
+    def _exchanged_by_rails(self, outs: list[Tensor], xs: list[Tensor], exchange: Exchange) -> None:
         """Inside each rank gets what is for its place of all islands: one message an island."""
-        m, k = len(self.mine), len(self.islands.ranks)
-        mine = x[self.islands.by_place]
-        placed = torch.empty_like(mine)  # [from place, to island]
-        if self.handle:
-            native.exchange_(placed, mine, [], [], self.handle, exchange.signature)
-        else:
-            placed.copy_(mine)
-        sent = placed.view(m, k, -1).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)  # [from island, from place]
-        received[self.home] = sent[self.home]
+        islands, home = self.islands.ranks, self.home
+        for_places = [[xs[ranks[q]] for ranks in islands] for q in range(len(self.mine))]
+        given = torch.tensor([x.numel() for x in xs])
+        sizes = self._gathered_inside(given, exchange).tolist()  # of each rank of the island
+        mine = [[sizes[p][ranks[self.place]] for ranks in islands] for p in range(len(self.mine))]
+        sent = [torch.cat(parts) for parts in for_places]
+        received = [sent[0].new_empty(sum(parts)) for parts in mine]
+        self._exchanged_inside(received, sent, exchange)
+        parts = [x.split(of) for x, of in zip(received, mine, strict=True)]
+        packed = {
+            peer: sent[0].new_empty(sum(outs[r].numel() for r in islands[i]))
+            for i, peer in self.peers.items()
+        }
         exchange.post(
-            {peer: sent[i] for i, peer in self.peers.items()},
-            {peer: received[i] for i, peer in self.peers.items()},
+            {peer: torch.cat([part[i] for part in parts]) for i, peer in self.peers.items()}, packed
         )()
-        out[self.islands.by_island] = received.view(self.n, -1)
+        for i, peer in self.peers.items():
+            arrived = packed[peer].split([outs[r].numel() for r in islands[i]])
+            for r, part in zip(islands[i], arrived, strict=True):
+                outs[r].copy_(part)
+        for r, part in zip(self.mine, parts, strict=True):
+            outs[r].copy_(part[home])
+
+    def _exchanged_inside(
+        self, outs: Sequence[Tensor], xs: Sequence[Tensor], exchange: Exchange
+    ) -> None:
+        if not self.handle:
+            outs[0].copy_(xs[0])
+            return
+        sizes = [[x.numel() for x in parts] for parts in (outs, xs)]
+        received = xs[0].new_empty(sum(sizes[0]))
+        native.exchange_(received, torch.cat(list(xs)), *sizes, self.handle, exchange.signature)
+        for out, part in zip(outs, received.split(sizes[0]), strict=True):
+            out.copy_(part)
 
     def _exchanged_by_pairs(self, outs: list[Tensor], xs: list[Tensor], exchange: Exchange) -> None:
-        """Uneven parts: only sender and receiver know how long one is."""
         others = [r for r in range(self.n) if r not in self.mine]
         arrive = exchange.post({r: xs[r] for r in others}, {r: outs[r] for r in others})
-        if self.handle:
-            sizes = [[t[r].numel() for r in self.mine] for t in (outs, xs)]
-            sent = torch.cat([xs[r] for r in self.mine])
-            received = sent.new_empty(sum(sizes[0]))
-            native.exchange_(received, sent, *sizes, self.handle, exchange.signature)
-            for r, part in zip(self.mine, received.split(sizes[0]), strict=True):
-                outs[r].copy_(part)
-        else:
-            outs[self.rank].copy_(xs[self.rank])
+        self._exchanged_inside([outs[r] for r in self.mine], [xs[r] for r in self.mine], exchange)
         arrive()
 
     def broadcast_(self, buf: Tensor, src: int, g: Group) -> dist.Work | None:

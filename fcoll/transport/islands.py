@@ -37,10 +37,6 @@ class Islands:
         return all(len(ranks) == 1 for ranks in self.ranks)
 
     @cached_property
-    def by_island(self) -> list[int]:
-        return [r for ranks in self.ranks for r in ranks]
-
-    @cached_property
     def by_place(self) -> list[int]:
         """Place by place, of each the ranks of all islands; for islands of one size."""
         return [r for place in zip(*self.ranks, strict=True) for r in place]

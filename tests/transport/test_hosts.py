@@ -143,6 +143,20 @@ def out_of_order(rank: int) -> list[float]:
     return [*kept, float(fcoll.all_reduce(torch.ones(1)))]
 
 
+def overtaken(rank: int) -> list[float]:
+    """Small calls, each behind a large one that is under way."""
+    sums = []
+    for i in range(10):
+        large = fcoll.all_reduce(torch.full((8 * INLINE,), 1.0 + i))
+        small = fcoll.all_reduce(torch.full((4,), 2.0 + i))
+        sums += [float(small[0]), float(large[0])]
+    return sums
+
+
+def test_a_small_call_does_not_overtake_a_large_one(islands4):
+    assert islands4.run(overtaken) == [[x for i in range(10) for x in (8 + 4 * i, 4 + 4 * i)]] * 4
+
+
 def test_ranks_may_wait_in_any_order_or_not_at_all(islands4):
     whole = [6.0 + 4 * i for i in range(6)]
     some = [x for i, x in enumerate(whole) if i not in (2, 3)]
