@@ -97,7 +97,9 @@ class Hosts:
             self.unfinished += 1
             self.waiting.put(lambda: self._run_for(work, call, exchange))
             if self.thread is None:
-                self.thread = threading.Thread(target=_serve, args=(self.waiting,), daemon=True)
+                self.thread = threading.Thread(
+                    target=_serve, args=(self.waiting,), name=messages.THREAD, daemon=True
+                )
                 self.thread.start()
                 atexit.register(self.end)
             return work

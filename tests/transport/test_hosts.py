@@ -21,6 +21,7 @@ from ranks import Launched, RankPool, launch
 from transport import two_hosts
 
 import fcoll
+import inductor_ext
 from fcoll.errors import CollectiveMismatch, GroupClosed, PeerDied
 from fcoll.transport.hosts import BLOCK, DEPTH, INLINE, SMALL
 from fcoll.transport.islands import MOST, islands_of
@@ -195,6 +196,20 @@ def gradient(rank: int) -> list[float]:
 
 def test_gradients(islands4):
     assert islands4.run(gradient) == [[80.0, 80.0]] * 4
+
+
+def compiled_form(rank: int) -> tuple[list[float], str]:
+    fcoll.all_reduce(torch.ones(1)).tolist()
+    compiled = torch.compile(lambda x: fcoll.all_reduce(x + 1) * 2, backend="fcoll", fullgraph=True)
+    out = compiled(torch.full((2,), float(rank))).tolist()
+    return out, str(inductor_ext.table())
+
+
+def test_a_compiled_graph_runs_the_kernel(compiled):
+    done = launch(compiled_form, 4, env=on_islands("0,1/2,3"), timeout=170)
+    assert done.errors == [None] * 4, done.errors
+    for out, table in done.results:
+        assert out == [20.0, 20.0] and "kernel" in table and "2 islands" in table, table
 
 
 # -- errors ---
