@@ -1,11 +1,13 @@
 """What a call needs of carriers: which one serves its group, and to have its result wait for it.
 
-Simulated ranks are served by threads, a group by its shared memory where it has it, else by c10d.
+Simulated ranks are served by threads, a group by its shared memory where it has it, by its hosts'
+where it has several with some ranks each, else by c10d.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from fcoll import _torch
 from fcoll.groups import Group
 from fcoll.transport import process_group, shared_memory, threads
+from fcoll.transport.hosts import Hosts
 from fcoll.transport.native import build
 from fcoll.transport.protocol import Carrier, Finish
 
@@ -27,8 +30,26 @@ def carrier_of(g: Group, device: torch.device) -> Carrier:
     """All ranks of a group get the same: they agreed on it at its first collective."""
     if g.simulated:
         return threads
-    shared: Any = shared_memory
-    return shared if device.type == "cpu" and shared_memory.handle_of(g) else process_group
+    if device.type != "cpu":
+        return process_group
+    status, shared = shared_memory.status_of(g), shared_memory
+    if status.islands is not None:
+        return hosts_of(g, status)
+    carrier: Any = shared if status.shared else process_group
+    return carrier
+
+
+# name -> its carrier, as long as the process group of that name is the same
+_hosts: dict[str, Hosts] = {}
+
+
+def hosts_of(g: Group, status: shared_memory.Status) -> Hosts:
+    known, pg = _hosts.get(g.name), g.pg
+    if known is None or known.pg() is not pg:
+        assert status.islands is not None
+        _hosts[g.name] = known = Hosts(g, status.islands, status.inside)
+        weakref.finalize(pg, known.end)
+    return known
 
 
 def carrier_of_pairs(g: Group) -> Carrier:

@@ -2,7 +2,8 @@
 
 A group qualifies if every rank can map every other's memory: proved, not guessed, at its first
 collective on CPU tensors, by a random token that each rank puts into its memory and tells the
-others (handshake.py). If one cannot, for whatever reason, all use the process group.
+others (handshake.py). Where its ranks lie on several hosts, those of each do that among themselves
+(hosts.py). If one cannot, for whatever reason, all use the process group.
 
 The primitives are complete when they return, and take the common dtypes as they are.
 """
@@ -31,6 +32,8 @@ from fcoll.groups import Group
 from fcoll.reductions import Reduction
 from fcoll.transport import dumps, process_group
 from fcoll.transport.handshake import Exchange, meeting
+from fcoll.transport.islands import MOST as MAX_RANKS
+from fcoll.transport.islands import VARIABLE, Islands, forced_part, islands_of
 from fcoll.transport.native import build
 from fcoll.transport.protocol import (
     Started,
@@ -39,7 +42,6 @@ from fcoll.transport.protocol import (
     running,
 )
 
-MAX_RANKS = 64  # call.h
 REASON = 300  # characters of a reason that peers are told
 
 _self: Any = sys.modules[__name__]  # this module as a Carrier
@@ -49,17 +51,22 @@ _self: Any = sys.modules[__name__]  # this module as a Carrier
 
 @dataclass(frozen=True)
 class Status:
-    """How a group's collectives on CPU tensors travel: ``handle`` names the shared memory."""
+    """How a group's collectives on CPU tensors travel: ``handle`` names the shared memory. Ranks on
+    several hosts have ``islands``, and ``inside`` names the memory of this rank's."""
 
     handle: int
     reason: str
     fast: bool = False  # have all ranks the extension module?
+    islands: Islands | None = None
+    inside: int = 0
 
     @property
     def shared(self) -> bool:
         return self.handle != 0
 
     def __str__(self) -> str:
+        if self.islands is not None:
+            return self.reason
         return ("shared memory: " if self.shared else "process group: ") + self.reason
 
 
@@ -143,13 +150,14 @@ def _connect(g: Group) -> Status:
         return Status(0, "a fake group moves no bytes")
     if "cpu" not in g.serves:
         return Status(0, "the group has no backend for CPU tensors")
-    if why_not := too_many_or_few(g.n):
-        return Status(0, why_not)
+    if g.n == 1:
+        return Status(0, too_many_or_few(g.n))
     if handle := handle_of_backend(g.pg):
         status = Status(handle, _described(g.n), True)
     else:
+        part = forced_part(g.ranks[g.rank]) if os.environ.get(VARIABLE) else ""
         with meeting(g) as exchange:
-            status = connect(g.rank, g.n, _torch.group_timeout_s(g.pg), exchange)
+            status = connect(g.rank, g.n, _torch.group_timeout_s(g.pg), exchange, part)
     if status.shared:
         torch.ops.fcoll_native.bind(g.name, status.handle)
     return status
@@ -172,18 +180,49 @@ def known_handle(pg: dist.ProcessGroup) -> int:
     return known[1].handle if known and own else handle_of_backend(pg)
 
 
-def connect(rank: int, n: int, timeout_s: float, exchange: Exchange) -> Status:
-    """Map the memory of the ranks that ``exchange`` is between, if all of them can."""
+def connect(
+    rank: int, n: int, timeout_s: float, exchange: Exchange, part: str | None = None
+) -> Status:
+    """Map the memory of the ranks that ``exchange`` is between, if all of them can; or that of the
+    ranks of each island, unless ``part`` is None."""
     if any(map(os.environ.get, dumps.VARIABLES)):
         dumps.attend()
-    mine = _open(rank, n, timeout_s)
+    mine = _open(rank, n, timeout_s, part or "")
     try:
-        why_not, fast = _agree(mine, exchange)
+        cards = _cards(mine, exchange)
+        why_not, places = _without(mine, cards), [card.place for card in cards]
+        if not why_not and (n > MAX_RANKS or len(set(places)) > 1):
+            islands = islands_of(places, [card.host for card in cards])
+            if part is not None and not islands.alone:
+                _close(mine)
+                return _connect_islands(rank, islands, timeout_s, exchange)
+            why_not = f"its ranks are on {len(set(places))} hosts"
+        why_not, fast = (why_not, False) if why_not else _joined(mine, cards, exchange)
     except BaseException:
         _close(mine)
         raise
     if not why_not:
         return Status(mine.handle, _described(n), fast)
+    _close(mine)
+    return Status(0, why_not)
+
+
+def _connect_islands(rank: int, islands: Islands, timeout_s: float, exchange: Exchange) -> Status:
+    """Each island maps its memory; all ranks hear whether all could."""
+    home, place = islands.at(rank)
+    mine = _open(place, len(islands.ranks[home]), timeout_s)
+    try:
+        cards = _cards(mine, exchange)
+        why_not = _without(mine, cards)
+        if not why_not:
+            why_not, _ = _joined(mine, cards, exchange, islands.ranks[home])
+    except BaseException:
+        _close(mine)
+        raise
+    if not why_not:
+        if mine.handle:
+            torch.ops.fcoll_native.yield_cores(mine.handle)
+        return Status(0, str(islands), islands=islands, inside=mine.handle)
     _close(mine)
     return Status(0, why_not)
 
@@ -197,7 +236,8 @@ class Opened:
     """A rank's own memory, or why it has none, as it tells its peers."""
 
     why_not: str = ""
-    host: int = 0
+    place: str = ""  # ranks with another one cannot map this memory
+    host: str = ""
     pid: int = 0
     handle: int = 0  # of this process
     fd: int = -1
@@ -206,23 +246,26 @@ class Opened:
     library: str = ""  # the build's key: what ranks tell each other in memory depends on it
 
 
-def _open(rank: int, n: int, timeout_s: float) -> Opened:
-    """This rank's memory. Whatever goes wrong is told to the peers, which wait for it."""
+def _open(rank: int, n: int, timeout_s: float, part: str = "") -> Opened:
+    """This rank's memory, if it is for so many ranks. Whatever goes wrong is told to the peers,
+    which wait for it."""
     try:
         if why_not := build.load():
             return Opened(why_not[:REASON])
-        host = _host()
-        handle, fd, token = torch.ops.fcoll_native.open(rank, n, timeout_s)
-        fast, library = build.has_fast_path(), build.library_key()
-        return Opened("", host, os.getpid(), handle, fd, token, fast, library)
+        named = "", _place(part), socket.gethostname(), os.getpid()
+        kept = build.has_fast_path(), build.library_key()
+        if too_many_or_few(n):
+            return Opened(*named, 0, -1, 0, *kept)
+        return Opened(*named, *torch.ops.fcoll_native.open(rank, n, timeout_s), *kept)
     except Exception as error:
         return Opened(_said(error))
 
 
 def fail(g: Group, why: str) -> None:
     """Close the group on all its ranks: those that wait for this one in a call raise at once."""
-    if (status := known_status(g)) is not None and status.shared:
-        torch.ops.fcoll_native.fail(status.handle, why)
+    status = known_status(g)
+    if status is not None and (handle := status.handle or status.inside):
+        torch.ops.fcoll_native.fail(handle, why)
 
 
 def _close(mine: Opened) -> None:
@@ -230,21 +273,30 @@ def _close(mine: Opened) -> None:
         torch.ops.fcoll_native.close(mine.handle)
 
 
-def _agree(mine: Opened, exchange: Exchange) -> tuple[str, bool]:
-    """Map the peers' memory, if all ranks can: empty, or on all ranks why not; and have all ranks
-    the extension module?"""
-    cards = [Opened(**json.loads(text)) for text in exchange(json.dumps(asdict(mine)))]
+def _cards(mine: Opened, exchange: Exchange) -> list[Opened]:
+    return [Opened(**json.loads(text)) for text in exchange(json.dumps(asdict(mine)))]
+
+
+def _without(mine: Opened, cards: Sequence[Opened]) -> str:
+    """Why there can be no shared memory; empty if all ranks can try."""
     without = [f"rank {r}: {card.why_not}" for r, card in enumerate(cards) if card.why_not]
     if without:
-        return mine.why_not or without[0], False
-    hosts = {card.host for card in cards}
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts", False
-    if len({card.library for card in cards}) > 1:
-        return "its ranks run different builds of fcoll or torch", False
+        return mine.why_not or without[0]
+    several = len({card.library for card in cards}) > 1
+    return "its ranks run different builds of fcoll or torch" if several else ""
+
+
+def _joined(
+    mine: Opened, cards: Sequence[Opened], exchange: Exchange, ranks: Sequence[int] | None = None
+) -> tuple[str, bool]:
+    """Map the memory of these ranks or of all, if all ranks can: empty, or on all ranks why not;
+    and have all ranks the extension module?"""
     try:
-        addresses = [(card.pid, card.fd, card.token) for card in cards]
-        why_not = torch.ops.fcoll_native.join(mine.handle, *zip(*addresses, strict=True))
+        peers = cards if ranks is None else [cards[r] for r in ranks]
+        addresses = [(card.pid, card.fd, card.token) for card in peers]
+        alone = len(peers) == 1
+        join = torch.ops.fcoll_native.join
+        why_not = "" if alone else join(mine.handle, *zip(*addresses, strict=True))
     except Exception as error:
         why_not = _said(error)
     failed = [(r, text) for r, text in enumerate(exchange(why_not)) if text]
@@ -256,10 +308,11 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:REASON]
 
 
-def _host() -> int:
-    """A number that differs between hosts: the kernel's random boot id."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return int(boot_id.replace("-", "")[:15], 16)
+def _place(part: str) -> str:
+    """What differs between hosts, and between containers on one: the kernel's random boot id, and
+    the namespace in which processes see one another."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')} {part}"
 
 
 # -- what the ranks compare ---
@@ -268,11 +321,11 @@ def _host() -> int:
 def _signature() -> Tensor:
     """What the messages of a primitive carry; nothing if it belongs to no call of the table."""
     if running.signed is None:
-        return _UNSIGNED
+        return UNSIGNED
     return torch.ops.fcoll_native.sign(*running.signed())
 
 
-_UNSIGNED = torch.empty(0, dtype=torch.int64)
+UNSIGNED = torch.empty(0, dtype=torch.int64)
 
 # -- the primitives ---
 

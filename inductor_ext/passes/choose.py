@@ -63,7 +63,7 @@ def _form_of(node: Node, row: Collective) -> tuple[str, str]:
     if status is None:  # not to be found out here: other ranks may have this graph in their caches
         return "kernel", "whether its group has shared memory is not known yet"
     if not status.shared:
-        return "stock", str(status)
+        return "kernel" if status.islands else "stock", str(status)
     if why := _why_kernel(node, row):
         return "kernel", why
     between = _work_between(node)

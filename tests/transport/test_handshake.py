@@ -306,14 +306,14 @@ def one_fails(rank: int, step: str) -> tuple[str, list[float]]:
         raise OSError(24, "Too many open files")
 
     sum_over(None)  # the library is there, and the step is of a later group
-    owners = {"_host": shared_memory, "load": shared_memory.build, "join": torch.ops.fcoll_native}
+    owners = {"_place": shared_memory, "load": shared_memory.build, "join": torch.ops.fcoll_native}
     group = dist.new_group([0, 1])
     with patched(owners[step], step, no_more) if rank == 1 else nullcontext():
         total = fcoll.all_reduce(torch.ones(2), "sum", group).tolist()
     return str(fcoll.symm_mem.status(group)), total
 
 
-@pytest.mark.parametrize("step", ["_host", "load", "join"])
+@pytest.mark.parametrize("step", ["_place", "load", "join"])
 def test_a_failure_on_one_rank_reaches_the_others(shared2, step):
     for rank, (status, total) in enumerate(shared2.run(one_fails, step)):
         where = "rank 1: " if rank == 0 else ""

@@ -34,6 +34,7 @@ class Group {
   int rank() const { return ring_.rank(); }
   int size() const { return ring_.size(); }
   bool crowded() const { return ring_.crowded(); }
+  void yield_cores() { ring_.yield_cores(); }
   void assume(Distance distance) { ring_.assume(distance); }
   Arena& arena();  // where the ranks read each other's data in place
 

@@ -71,6 +71,12 @@ void bind_group(const std::string& name, int64_t handle) {
   by_name[name] = {group, c10d::resolve_process_group(name).get()};
 }
 
+void yield_cores(int64_t handle) {
+  auto group = group_of(handle);
+  group->close_fd();
+  group->yield_cores();
+}
+
 void fail_group(int64_t handle, const std::string& why) {
   try {
     group_of(handle)->close(why);

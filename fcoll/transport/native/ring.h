@@ -70,6 +70,7 @@ class Ring {
 
   int rank() const { return rank_; }
   int size() const { return n_; }
+  void yield_cores() { crowded_ = true; }
   bool crowded() const { return crowded_; }  // more ranks than cores: a peer may need this core
   bool far() const { return far_ > 0; }
   void assume(Distance distance) { distance_ = distance; }  // instead of measuring it

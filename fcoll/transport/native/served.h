@@ -23,6 +23,9 @@ std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s);
 std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
                        at::IntArrayRef tokens);
 void bind_group(const std::string& name, int64_t handle);
+// Of a group whose ranks also wait for other hosts, once they have joined: who waits for a peer gives
+// its core to those that wait for messages.
+void yield_cores(int64_t handle);
 // Peers that wait for this rank in a call hear why it does not come.
 void fail_group(int64_t handle, const std::string& why);
 void close_group(int64_t handle);

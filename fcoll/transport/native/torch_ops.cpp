@@ -385,6 +385,7 @@ TORCH_LIBRARY(fcoll_native, m) {
   m.def("open(int rank, int n, float timeout_s) -> int[]", &served::open_group);
   m.def("join(int handle, int[] pids, int[] fds, int[] tokens) -> str", &served::join_group);
   m.def("bind(str name, int handle) -> ()", &served::bind_group);
+  m.def("yield_cores(int handle) -> ()", &served::yield_cores);
   m.def("fail(int handle, str why) -> ()", &served::fail_group);
   m.def("close(int handle) -> ()", &served::close_group);
   m.def("barrier(int handle) -> ()", &barrier);
