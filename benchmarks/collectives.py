@@ -6,6 +6,7 @@ with turns of the same kind only. Times are of one call on rank 0, issue to resu
 
     fcoll C++     a loop in C++, as the MPI peers are measured
     fcoll Python  fcoll.all_reduce(x) and the wait, from Python
+    bound         one sync of the ranks, and two copies of the bytes by each within its own memory
     torch         torch's functional collectives on gloo, issue and wait, from Python
     gloo          torch.distributed in place, from Python
     OpenMPI       if mpirun and mpicc are installed (openmpi-bin, libopenmpi-dev)
@@ -83,12 +84,13 @@ def calls(kind: str, nbytes: int) -> dict:
 
 
 def timed(peer: str, kind: str, nbytes: int, rounds: int) -> list[float]:
-    if peer == "fcoll C++":
+    if peer in ("fcoll C++", "bound"):
         handle = symm_mem.status().handle
         x, out = torch.ones(nbytes // 4), torch.zeros(dist.get_world_size() * (nbytes // 4))
         if kind in ("all_reduce", "reduce_scatter", "all_to_all"):
             share = dist.get_world_size() if kind == "reduce_scatter" else 1
             out = out[: x.numel() // share]
+        kind = kind if peer == "fcoll C++" else peer
         return torch.ops.fcoll_native.loop(kind, x, out, rounds, handle)
     call, us = calls(kind, nbytes)[peer], []
     rounds = rounds if "fcoll" in peer else max(3, rounds // 4)
@@ -196,7 +198,7 @@ def run(
 ) -> dict:
     """{(kind, bytes): {(peer, placement): [us, ...]}}"""
     cores = os.cpu_count() or 1
-    peers = ["fcoll C++", "fcoll Python"] + (["torch", "gloo"] if torch_too else [])
+    peers = ["fcoll C++", "fcoll Python", "bound"] + (["torch", "gloo"] if torch_too else [])
     table: dict = {}
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(n, cores, folder)
@@ -236,8 +238,11 @@ def show(kind: str, nbytes: int, cell: dict, peers: list[str]) -> None:
         best = min(
             (statistics.median(rows[p]) for p in ("OpenMPI", "MPICH") if p in rows), default=0
         )
+        ours = statistics.median(rows["fcoll C++"])
         if best:
-            line += f"  | C++/best MPI {statistics.median(rows['fcoll C++']) / best:.2f}"
+            line += f"  | C++/best MPI {ours / best:.2f}"
+        if "bound" in rows:
+            line += f"  | C++/bound {ours / statistics.median(rows['bound']):.2f}"
         print(line, flush=True)
 
 

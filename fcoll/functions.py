@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from fcoll import _torch
 from fcoll.eager import arguments, dispatch
@@ -74,7 +74,7 @@ def wait_tensor(x: Tensor) -> Tensor:
     >>> type(fcoll.wait_tensor(y)) is torch.Tensor
     True
     """
-    if not is_compiling() and build.fast and build.fast.wait_tensor(x) is x:
+    if not is_dynamo_compiling() and build.fast and build.fast.wait_tensor(x) is x:
         return x
     if isinstance(x, AsyncCollectiveTensor):
         return x.wait()
@@ -103,7 +103,7 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
-    if factor is None and not is_compiling() and (fast := _fast(group)):
+    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.all_reduce(x, op, group, grad)
         if out is not NotImplemented:
             return out
@@ -124,7 +124,7 @@ def all_gather_into_tensor(
     >>> fcoll.all_gather_into_tensor(x, dim=1).shape == (2, 3 * n)
     True
     """
-    if sizes is None and not is_compiling() and (fast := _fast(group)):
+    if sizes is None and not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.all_gather_into_tensor(x, group, dim)
         if out is not NotImplemented:
             return out
@@ -153,7 +153,7 @@ def reduce_scatter_tensor(
     >>> torch.equal(fcoll.reduce_scatter_tensor(x), fcoll.all_reduce(x).chunk(n)[rank])
     True
     """
-    if sizes is None and factor is None and not is_compiling() and (fast := _fast(group)):
+    if sizes is None and factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.reduce_scatter_tensor(x, op, group, dim)
         if out is not NotImplemented:
             return out
@@ -177,7 +177,7 @@ def all_to_all_single(
     >>> torch.equal(fcoll.all_to_all_single(x), torch.arange(n) * 10 + rank)
     True
     """
-    if not is_compiling() and (fast := _fast(group)):
+    if not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.all_to_all_single(x, group, output_splits, input_splits)
         if out is not NotImplemented:
             return out
@@ -201,7 +201,7 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
     >>> fcoll.broadcast(torch.tensor(float(rank)), src=0).item()
     0.0
     """
-    if not is_compiling() and (fast := _fast(group)):
+    if not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.broadcast(x, src, group)
         if out is not NotImplemented:
             return out
@@ -353,7 +353,7 @@ def batch_p2p(
 
 def barrier(group: GroupLike = None) -> None:
     """Return when all ranks of the group have called it."""
-    if not is_compiling() and (fast := _fast(group)) and fast.barrier(group) is None:
+    if not is_dynamo_compiling() and (fast := _fast(group)) and fast.barrier(group) is None:
         return
     torch.ops.fcoll.wait_tensor(start("barrier", group_name(group)))
 
@@ -372,7 +372,7 @@ def all_reduce_coalesced(
     >>> a.shape, b.mean().item() == n
     (torch.Size([2]), True)
     """
-    if factor is None and not is_compiling() and (fast := _fast(group)):
+    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.all_reduce_coalesced(xs, op, group, grad)
         if out is not NotImplemented:
             return out
@@ -386,7 +386,7 @@ def all_gather_into_tensor_coalesced(
     xs: Sequence[Tensor], group: GroupLike = None, dim: int | Sequence[int] = 0
 ) -> list[Tensor]:
     """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if not is_compiling() and (fast := _fast(group)):
+    if not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.all_gather_into_tensor_coalesced(xs, group, dim)
         if out is not NotImplemented:
             return out
@@ -404,7 +404,7 @@ def reduce_scatter_tensor_coalesced(
     factor: float | None = None,
 ) -> list[Tensor]:
     """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if factor is None and not is_compiling() and (fast := _fast(group)):
+    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
         out = fast.reduce_scatter_tensor_coalesced(xs, op, group, dim)
         if out is not NotImplemented:
             return out

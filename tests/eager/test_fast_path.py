@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -268,6 +269,25 @@ def test_a_destroyed_group_is_never_served():
     done = launch(destroyed, 2, env=NATIVE)
     assert not any(done.errors), done.errors
     assert done.results == [{"held": False, "by name": False, "world": False}] * 2
+
+
+def groups_that_come_and_go(rank):
+    """An object may lie where one of a group that is gone has been."""
+    x, took = torch.ones(2), []
+    for _ in range(6):
+        group = dist.new_group([0, 1])
+        first = served(x, "sum", group)
+        fcoll.all_reduce(x, "sum", group).tolist()
+        took.append((first, served(x, "sum", group)))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    return took
+
+
+def test_groups_that_come_and_go(shared2):
+    assert shared2.run(groups_that_come_and_go) == [[(False, True)] * 6] * 2
 
 
 def same_name_again(rank):

@@ -29,6 +29,8 @@ class Started(NamedTuple):
     first: int
     last: int  # of a sum in place it is published when this rank's share is made, else at the start
     shared: bool = True
+    argument: int = 0  # the call whose data is in the argument
+    kept: int = 0  # the call whose data is where this rank's own part is read from
 
 
 class RingRank(NamedTuple):
@@ -63,6 +65,7 @@ class Ring:
     # a start that all have published completes all before it
     published_is_complete: bool = False
     shares_while_waiting: bool = True  # a rank that waits elsewhere makes its shares
+    keeps_own: bool = True  # a start that returns under way has copied its own part
 
     def start(self) -> RingState:
         n = len(self.programs)
@@ -106,9 +109,10 @@ class Ring:
         slot = state.slots[r][at]
         if rank.writing:
             call = Started(seq, seq + (word == "sum"), word == "start")
+            call = call._replace(argument=seq)
             now = {"seq": call.last, "pending": (*rank.pending, call), "writing": False}
             moved = _moved(_published(state, r, seq, self.size), r, pc=rank.pc + 1, **now)
-            yield self.enqueued(moved, r)
+            yield self.returned(self.enqueued(moved, r), r)
             return
         if (
             self.read_by_peers(state, r, seq - self.size) or not self.waits_until_read
@@ -122,6 +126,13 @@ class Ring:
         if self.published_is_complete and self.published_by_peers(state, r, rank.pending[-1].last):
             state = _moved(state, r, completing=len(rank.pending))
         return self.advanced(state, r)
+
+    def returned(self, state: RingState, r: int) -> RingState:
+        """forget_arguments: the own part is kept, then the program may change its argument."""
+        call = state.ranks[r].pending[-1]
+        kept = call.argument if self.keeps_own else 0
+        call = call._replace(kept=kept, argument=0)
+        return _moved(state, r, pending=(*state.ranks[r].pending[:-1], call))
 
     def advanced(self, state: RingState, r: int) -> RingState:
         """Group::advance_all: the shares of sums for which all parts are there."""
@@ -147,6 +158,8 @@ class Ring:
             return
         if slot.data != call.last:
             raise Wrong(f"rank {r} reads {slot} for {call}: {state}")
+        if call.kept != call.first:
+            raise Wrong(f"rank {r} reads its argument, which was changed, for {call}: {state}")
         if rank.read + 1 < len(peers):
             yield _moved(state, r, read=rank.read + 1)
         else:

@@ -51,6 +51,11 @@ def test_ring_without_waiting_for_readers():
     explore(Ring(ONE_AHEAD, size=2))
 
 
+def test_a_start_that_keeps_no_copy_of_its_own_part_is_found():
+    with pytest.raises(Wrong):
+        explore(Ring(IN_STEP, keeps_own=False))
+
+
 def test_a_start_that_completes_what_is_under_way_is_found():
     with pytest.raises(Stuck):
         explore(Ring(MESSAGE_FIRST, completes_earlier=True))

@@ -21,6 +21,12 @@ size_t per_slot(const Call& call, int n) {
   return SLOT_BYTES / parts / 64 * 64 / size_of(call.type);
 }
 
+// Bytes from a rank's piece of a slot to the next one's.
+size_t stride_of(const Transfer& t, int n) {
+  size_t size = size_of(t.call.type);
+  return t.first == t.last ? round_up(t.call.count * size, 64) : per_slot(t.call, n) * size;
+}
+
 // A large one goes past the caches: see kernels.h.
 void reduce_result(void* out, const void* const* parts, int n, size_t count, const Call& call) {
   bool large = call.count * size_of(call.type) >= STREAM_BYTES;
@@ -31,8 +37,10 @@ void reduce_result(void* out, const void* const* parts, int n, size_t count, con
 void take_copy(Ring& ring, int peer, const Transfer& t, size_t chunk, uint8_t* to) {
   const Slot* slot = ring.await(peer, t.first + chunk, t.call);
   size_t room = per_slot(t.call, ring.size()), at = chunk * room;
-  copy_result(to + at, ring.data(peer, slot, t.large), std::min(room, t.call.count - at),
-              t.call.count);
+  size_t length = std::min(room, t.call.count - at);
+  const uint8_t* from = ring.data(peer, slot, t.large);
+  ring.fetch(from, length);
+  copy_result(to + at, from, length, t.call.count);
 }
 
 }  // namespace
@@ -58,8 +66,8 @@ void publish_chunk(Ring& ring, const Transfer& t, size_t chunk, bool in_window) 
   switch (call.kind) {
     case Kind::reduce_scatter:
       for (int r = 0; r < n; r++)
-        if (r != rank || keeps_own)
-          ring.copy_out(to + r * room * size, t.in + (r * call.count + at) * size, length * size);
+        if (r != rank)
+          ring.copy_out(to + r * stride_of(t, n), t.in + (r * call.count + at) * size, length * size);
       break;
     case Kind::broadcast:
       if (rank == call.root) ring.copy_out(to, t.in + at, length);
@@ -72,14 +80,29 @@ void publish_chunk(Ring& ring, const Transfer& t, size_t chunk, bool in_window) 
   ring.publish(slot, seq, call);
 }
 
+void keep_own(Ring& ring, const Transfer& t) {
+  if (t.call.kind != Kind::reduce_scatter || !t.in) return;
+  int rank = ring.rank(), n = ring.size();
+  size_t size = size_of(t.call.type), room = per_slot(t.call, n), mine = rank * stride_of(t, n);
+  for (uint64_t seq = t.first; seq <= t.last; seq++) {
+    size_t at = (seq - t.first) * room, length = std::min(room, t.call.count - at);
+    uint8_t* to = ring.data(rank, ring.slot(rank, seq), t.large) + mine;
+    copy(to, t.in + (rank * t.call.count + at) * size, length * size);
+  }
+}
+
 void complete_chunk(Ring& ring, const Transfer& t, size_t chunk) {
   const Call& call = t.call;
   int rank = ring.rank(), n = ring.size();
   uint64_t seq = t.first + chunk;
   size_t size = size_of(call.type), room = per_slot(call, n), at = chunk * room;
   size_t length = std::min(room, call.count - at);
+  size_t mine = call.kind == Kind::reduce_scatter ? rank * stride_of(t, n) : 0;
   auto part = [&](int r) -> const uint8_t* {
-    return ring.data(r, r == rank ? ring.slot(r, seq) : ring.await(r, seq, call), t.large);
+    if (r == rank) return ring.data(r, ring.slot(r, seq), t.large) + mine;
+    const uint8_t* theirs = ring.data(r, ring.await(r, seq, call), t.large) + mine;
+    ring.fetch(theirs, length * size);
+    return theirs;
   };
   const void* parts[MAX_RANKS];
   switch (call.kind) {
@@ -89,8 +112,7 @@ void complete_chunk(Ring& ring, const Transfer& t, size_t chunk) {
       break;
     case Kind::reduce_scatter: {
       const uint8_t* own = t.in ? t.in + (rank * call.count + at) * size : nullptr;
-      for (int r = 0; r < n; r++)
-        parts[r] = r == rank && own ? own : part(r) + rank * room * size;
+      for (int r = 0; r < n; r++) parts[r] = r == rank && own ? own : part(r);
       reduce_result(t.out + at * size, parts, n, length, call);
       break;
     }
@@ -114,6 +136,8 @@ void complete_chunk(Ring& ring, const Transfer& t, size_t chunk) {
       for (int r = 0; r < n; r++)
         if (r != rank) ring.await(r, seq, call);
   }
+  bool pieces = call.kind == Kind::reduce_scatter;
+  if (t.first == t.last) ring.fetch_next_slot(pieces ? n * stride_of(t, n) : length * size);
   ring.done(seq);
   if (length * size >= FAR_BYTES) ring.look_how_far(seq);
 }

@@ -5,8 +5,9 @@
 
 namespace fcoll {
 
-// Where a rank's own part is read from when the result is made.
-enum class OwnPart { in_argument, in_slots };  // slots: the caller may have changed the argument since
+// Where a rank's own part is read from when the result is made. In the slots, since the caller may
+// change the argument, of a call that is not complete on return.
+enum class OwnPart { in_argument, in_slots };
 
 // A collective whose parts travel in the slots first..last, a chunk in each.
 struct Transfer {
@@ -23,6 +24,8 @@ size_t chunks_of(const Call&, int n);
 bool in_two_passes(const Call&, int n);
 
 void publish_chunk(Ring&, const Transfer&, size_t chunk, bool in_window = true);
+// Puts what no peer reads, this rank's own pieces, into the slots too: the argument may change now.
+void keep_own(Ring&, const Transfer&);
 // Wait for the peers' parts of a chunk, and make the result of them.
 void complete_chunk(Ring&, const Transfer&, size_t chunk);
 

@@ -289,7 +289,7 @@ uint64_t Group::enqueue(Pending p, uint64_t flight, double patience_us) {
   progress();
   if (patience_us > 0 && !pending_.empty() && published_by_all(ticket, patience_us)) progress();
   if (pending_.empty()) return 0;  // completed in order: the last one, too
-  forget_arguments(pending_.back().call);
+  forget_arguments(ring_, pending_.back().call);
   return ticket;
 }
 

@@ -73,6 +73,7 @@ void finish(Ring& ring, const Announcement& a, Reader* reader) {
   for (int r = 0; r < ring.size(); r++)
     where[r] = r == ring.rank() ? a.mine : ring.await(r, a.last, a.call)->extra;
   if (reader) reader->read(where);
+  ring.fetch_next_slot(0);
   ring.done(a.last);
 }
 void finish(Ring& ring, const Announcement& a) { finish(ring, a, a.reader.get()); }
@@ -103,9 +104,12 @@ void complete(Ring& ring, Pending& p) {
   std::visit([&](auto& of) { finish(ring, of); }, p);
 }
 
-void forget_arguments(Pending& p) {
+void forget_arguments(Ring& ring, Pending& p) {
   std::visit([](auto& of) { of.call.signature = nullptr; }, p);
-  if (auto* transfer = std::get_if<Transfer>(&p)) transfer->in = nullptr;
+  auto* transfer = std::get_if<Transfer>(&p);
+  if (!transfer) return;
+  keep_own(ring, *transfer);
+  transfer->in = nullptr;
 }
 
 void announce_and_read(Ring& ring, const Call& call, uint64_t mine, Reader* reader) {

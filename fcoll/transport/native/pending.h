@@ -60,7 +60,7 @@ bool ready(const Ring&, const Pending&);
 void advance(Ring&, Pending&);
 void complete(Ring&, Pending&);
 // The caller's argument and signature are not to be read any more.
-void forget_arguments(Pending&);
+void forget_arguments(Ring&, Pending&);
 
 // A whole announcement at once.
 void announce_and_read(Ring&, const Call&, uint64_t mine, Reader*);

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <optional>
+#include <unordered_map>
 #include <variant>
 
 #include "backend.h"
@@ -153,15 +154,41 @@ GroupPtr group_named(PyObject* name) {
   return text ? served::group_named(std::string(text, size)) : nullptr;
 }
 
-// The group's shared memory as it is now: nothing is kept from call to call.
+// Groups by the objects that were given for them, with Python's lock. A process group that goes closes
+// its group (shared_memory.py): that is a change, so that no other object at its address is taken for it.
+struct KnownGroup {
+  std::string name;
+  const void* process_group;
+  std::weak_ptr<fcoll::Group> group;
+};
+
+GroupPtr group_of(PyObject* given) {
+  static auto& known = *new std::unordered_map<PyObject*, KnownGroup>;
+  static uint64_t changes = 0;
+  if (uint64_t now = served::changes_of_groups(); now != changes) {
+    known.clear();
+    changes = now;
+  }
+  auto found = known.find(given);
+  if (found == known.end()) {
+    auto group = py::reinterpret_borrow<py::object>(given);
+    if (!py::isinstance<c10d::ProcessGroup>(group)) return nullptr;
+    auto* process_group = group.cast<c10d::ProcessGroup*>();
+    std::string name = process_group->getGroupName();
+    GroupPtr made = served::group_named(name, process_group);
+    if (made) known[given] = {std::move(name), process_group, made};
+    return made;
+  }
+  const auto& [name, process_group, group] = found->second;
+  return served::stands_for(name, process_group) ? group.lock() : nullptr;
+}
+
+// The group's shared memory as it is now.
 GroupPtr group_given(PyObject* given) {
   if (PyUnicode_CheckExact(given)) return group_named(given);
   py::object group = py::reinterpret_borrow<py::object>(given);
   if (given == Py_None) group = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(callbacks.world));
-  if (group && py::isinstance<c10d::ProcessGroup>(group)) {
-    auto* process_group = group.cast<c10d::ProcessGroup*>();
-    return served::group_named(process_group->getGroupName(), process_group);
-  }
+  if (GroupPtr found = group ? group_of(group.ptr()) : nullptr) return found;
   PyObject* name = group ? PyObject_CallOneArg(callbacks.name_of_mesh, group.ptr()) : nullptr;
   py::object owned = py::reinterpret_steal<py::object>(name);
   GroupPtr found = name && PyUnicode_CheckExact(name) ? group_named(name) : nullptr;

@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 
@@ -24,6 +25,7 @@ struct Named {
 };
 std::unordered_map<std::string, Named> by_name;
 int64_t next_handle = 1;
+std::atomic<uint64_t> changes{0};
 
 }  // namespace
 
@@ -40,12 +42,18 @@ GroupPtr group_named(const std::string& name, const void* process_group) {
   if (found == by_name.end()) return nullptr;
   const void* known = found->second.process_group;
   if (process_group && process_group != known) return nullptr;
+  return stands_for(name, known) ? found->second.group : nullptr;
+}
+
+bool stands_for(const std::string& name, const void* process_group) {
   try {
-    return c10d::resolve_process_group(name).get() == known ? found->second.group : nullptr;
+    return c10d::resolve_process_group(name).get() == process_group;
   } catch (const c10::Error&) {  // there is no such group any more: Python says so
-    return nullptr;
+    return false;
   }
 }
+
+uint64_t changes_of_groups() { return changes.load(std::memory_order_acquire); }
 
 std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s) {
   auto group = std::make_shared<Group>(rank, n, timeout_s);
@@ -69,6 +77,7 @@ void bind_group(const std::string& name, int64_t handle) {
   group->close_fd();  // all ranks have mapped it
   std::lock_guard lock(registry_mutex);
   by_name[name] = {group, c10d::resolve_process_group(name).get()};
+  changes++;
 }
 
 void yield_cores(int64_t handle) {
@@ -93,6 +102,7 @@ void close_group(int64_t handle) {
     group = found->second;
     std::erase_if(by_name, [&](const auto& entry) { return entry.second.group == group; });
     groups.erase(found);
+    changes++;
   }
   group->leave();  // others may hold it still
 }

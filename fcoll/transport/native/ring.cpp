@@ -285,6 +285,18 @@ std::string Ring::shown(int rank, uint64_t seq, const Call& call) const {
   return (call.in_arena ? "compiled " : "") + describe(s) + (call.in_place ? " in place" : "");
 }
 
+void Ring::fetch(const uint8_t* theirs, size_t bytes) const {
+  if (!far() || bytes < FETCH_FROM_BYTES || bytes > FETCH_TO_BYTES) return;
+  for (size_t i = 0; i < std::min(bytes, FETCHED_BYTES); i += 64) __builtin_prefetch(theirs + i);
+}
+
+// Not by __builtin_prefetch, which needs a newer processor to be compiled for; others ignore it.
+void Ring::fetch_next_slot(size_t bytes) const {
+  if (bytes > FETCHED_SLOT_BYTES) return;
+  auto* next = reinterpret_cast<const uint8_t*>(slot(rank_, seq_ + 1));
+  for (size_t i = 0; i < sizeof(Slot) + bytes; i += 64) asm volatile("prefetchw %0" : : "m"(next[i]));
+}
+
 void Ring::done(uint64_t seq) {
   Segment* own = segments_[rank_];
   own->done.store(seq, std::memory_order_release);

@@ -19,6 +19,9 @@ using GroupPtr = std::shared_ptr<Group>;
 GroupPtr group_of(int64_t handle);
 // Null if the name stands for no process group with shared memory now, or for another than this one.
 GroupPtr group_named(const std::string& name, const void* process_group = nullptr);
+// Does the name stand for this process group now? How often have groups come and gone?
+bool stands_for(const std::string& name, const void* process_group);
+uint64_t changes_of_groups();
 std::vector<int64_t> open_group(int64_t rank, int64_t n, double timeout_s);
 std::string join_group(int64_t handle, at::IntArrayRef pids, at::IntArrayRef fds,
                        at::IntArrayRef tokens);

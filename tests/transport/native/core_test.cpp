@@ -29,15 +29,19 @@ size_t random_count(std::mt19937_64& random) {
 void ranks_calls(Group& g, int calls, uint64_t seed) {
   int n = g.size(), me = g.rank();
   std::mt19937_64 random(seed), delay(seed + me);
-  struct Started { uint64_t ticket, call; size_t count; std::unique_ptr<std::vector<int64_t>> out; };
+  struct Started {
+    uint64_t ticket, call;
+    size_t first, count;  // of the sums of all elements, those in out
+    std::unique_ptr<std::vector<int64_t>> out;
+  };
   std::vector<Started> started;
   auto check_started = [&] {
     for (auto& s : started) {
       if (s.ticket) g.finish(s.ticket);
       for (size_t i = 0; i < s.count; i++) {
         int64_t sum = 0;
-        for (int r = 0; r < n; r++) sum += value(r, i, s.call);
-        if ((*s.out)[i] != sum) wrong("started all_reduce", me, s.call, i);
+        for (int r = 0; r < n; r++) sum += value(r, s.first + i, s.call);
+        if ((*s.out)[i] != sum) wrong("started reduction", me, s.call, i);
       }
     }
     started.clear();
@@ -97,12 +101,14 @@ void ranks_calls(Group& g, int calls, uint64_t seed) {
         break;
       default: {
         auto result = std::make_unique<std::vector<int64_t>>(count + 1);
-        Call what = Call::all_reduce(count, Type::i64, Op::sum);
+        bool scatters = call / 7 % 2;
+        Call what = scatters ? Call::reduce_scatter(count, Type::i64, Op::sum)
+                             : Call::all_reduce(count, Type::i64, Op::sum);
         uint64_t ticket = 0;
         if (delay() % 3) ticket = g.start(what, in.data(), result->data(), 0);
         else g.run(what, in.data(), result->data());
         std::memset(in.data(), 0, in.size() * 8);  // the caller may do so
-        started.push_back({ticket, call, count, std::move(result)});
+        started.push_back({ticket, call, scatters ? me * count : 0, count, std::move(result)});
         if (call / 7 % 5 == 0) check_started();
       }
     }
