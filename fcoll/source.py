@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import typing_extensions  # torch depends on it
 
+from fcoll import _torch
+
 Site = tuple[str, int]  # file name, line
 Frames = tuple[Site, ...]  # innermost last
 
@@ -85,10 +87,9 @@ def is_own_or_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
 
 
-def _is_made(frame: FrameType) -> bool:
+def _is_made(filename: str, function: str) -> bool:
     """Is it the constructor that dataclasses wrote for a class of ours?"""
-    code = frame.f_code
-    return code.co_filename == "<string>" and code.co_name == "__init__"
+    return filename == "<string>" and function == "__init__"
 
 
 class _Part(threading.local):
@@ -144,8 +145,9 @@ def program_sites(stack: Iterable[Site]) -> Frames:
 
 def _outwards(frame: FrameType | None) -> Iterator[Site]:
     while frame is not None:
-        if not _is_made(frame):
-            yield frame.f_code.co_filename, frame.f_lineno
+        code = frame.f_code
+        if not _is_made(code.co_filename, code.co_name):
+            yield code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
@@ -157,6 +159,15 @@ def sites_from(frame: FrameType | None) -> Frames:
 def user_sites() -> Frames:
     """Those of the call that is being run: see program_sites."""
     return program_sites(_outwards(sys._getframe(1)))
+
+
+def sites_of(stack: Any) -> Frames:
+    """Those of a call whose stack was noted by ``_torch.stack_here``: ten times as fast, where
+    hardly anybody asks."""
+    frames = _torch.read_stacks([stack])[0]
+    return program_sites(
+        (f["filename"], f["line"]) for f in frames if not _is_made(f["filename"], f["name"])
+    )
 
 
 def user_line(traced: Iterable[Any] = ()) -> str | None:

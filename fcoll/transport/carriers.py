@@ -6,6 +6,7 @@ Simulated ranks are served by threads, a group by its shared memory where it has
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch
-from fcoll.groups import Group
+from fcoll.groups import Group, is_simulated
 from fcoll.transport import process_group, shared_memory, threads
 from fcoll.transport.native import build
 from fcoll.transport.protocol import Carrier, Finish
@@ -23,12 +24,22 @@ from fcoll.transport.protocol import Carrier, Finish
 _MAIN_THREAD = threading.main_thread().ident
 
 
+# Of CPU tensors, by the process group itself: names are given again (see groups.py)
+_carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
+
+
 def carrier_of(g: Group, device: torch.device) -> Carrier:
     """All ranks of a group get the same: they agreed on it at its first collective."""
-    if g.simulated:
+    pg = g.pg
+    if is_simulated(pg):
         return threads
-    shared: Any = shared_memory
-    return shared if device.type == "cpu" and shared_memory.handle_of(g) else process_group
+    if device.type != "cpu":
+        return process_group
+    carrier = _carriers.get(pg)
+    if carrier is None:
+        shared: Any = shared_memory
+        carrier = _carriers[pg] = shared if shared_memory.handle_of(g) else process_group
+    return carrier
 
 
 def carrier_of_pairs(g: Group) -> Carrier:
