@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.source import Frames, show
+from fcoll.source import show, sites_of
 from fcoll.table.pieces import amount
 from fcoll.transport.protocol import running
 
@@ -21,7 +21,7 @@ class Call:
     op: str
     facts: tuple[str, ...]
     group: str
-    sites: Frames
+    stack: Any  # where it is made: read late, as ``line``
     signature: Any = None
     peer: str = ""  # of a message: "to rank 3"
 
@@ -33,7 +33,7 @@ class Call:
 
     @property
     def line(self) -> str:
-        return show(*self.sites) or "?"  # shown late: it takes 20 us
+        return show(*sites_of(self.stack)) or "?"  # it takes 20 us
 
     @property
     def shown(self) -> str:

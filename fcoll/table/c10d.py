@@ -188,8 +188,9 @@ class Op:
 
         Methods take lists of tensors and c10d's options, or tensors and what they need of those."""
         reduce_op, root, splits = self.settings(args)
-        names = "output_split_sizes", "input_split_sizes"
-        named: dict[str, Any] = dict(zip(names, splits, strict=False))
+        named: dict[str, Any] = {}
+        for x, name in zip(splits, ("output_split_sizes", "input_split_sizes"), strict=False):
+            named[name] = x
         for x, (name, depth) in zip(args, self._tensors, strict=False):
             named[name] = x if depth == 0 else _nested(x, depth)
         if self.reduces:
