@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcoll import _torch
 from fcoll.eager.async_tensor import in_flight, wait_undispatched
 from fcoll.errors import from_native
-from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group
+from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group, stacked_groups
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective, signed
 from fcoll.table.stacks import Identity
@@ -90,7 +90,7 @@ def start_eager(name: str, *args: Any) -> Any:
             return run(row, args)
         with _torch.single_level_functions():
             return autograd_functions[name].apply(args, {}, x)[0]
-    out = on_stacked(row, args)
+    out = on_stacked(row, args) if stacked_groups else NotImplemented
     return getattr(torch.ops.fcoll, name)(*args) if out is NotImplemented else out
 
 
@@ -151,7 +151,7 @@ def call(name: str, *args: Any) -> Any:
 
 def wait(x: Tensor) -> Tensor:
     """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
-    if is_compiling() or not wait_undispatched(x):
+    if is_compiling() or not (_torch.plain(x) and wait_undispatched(x)):
         return torch.ops.fcoll.wait_tensor(x)
     return x
 
