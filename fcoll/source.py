@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import typing_extensions  # torch depends on it
 
-from fcoll import _torch
-
 Site = tuple[str, int]  # file name, line
 Frames = tuple[Site, ...]  # innermost last
 
@@ -161,10 +159,8 @@ def user_sites() -> Frames:
     return program_sites(_outwards(sys._getframe(1)))
 
 
-def sites_of(stack: Any) -> Frames:
-    """Those of a call whose stack was noted by ``_torch.stack_here``: ten times as fast, where
-    hardly anybody asks."""
-    frames = _torch.read_stacks([stack])[0]
+def sites_of(frames: Iterable[dict[str, Any]]) -> Frames:
+    """Those of a call whose stack was noted, as ``_torch.frames_of`` reads it."""
     return program_sites(
         (f["filename"], f["line"]) for f in frames if not _is_made(f["filename"], f["name"])
     )

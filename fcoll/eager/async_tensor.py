@@ -36,7 +36,7 @@ class Pending:
 
     @property
     def sites(self) -> Frames:
-        return sites_of(self.stack)
+        return sites_of(_torch.frames_of(self.stack))
 
     def __del__(self) -> None:
         if not (self.done or self.reported or self.error):

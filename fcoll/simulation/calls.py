@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fcoll._torch import frames_of
 from fcoll.source import show, sites_of
 from fcoll.table.pieces import amount
 from fcoll.transport.protocol import running
@@ -33,7 +34,7 @@ class Call:
 
     @property
     def line(self) -> str:
-        return show(*sites_of(self.stack)) or "?"  # it takes 20 us
+        return show(*sites_of(frames_of(self.stack))) or "?"  # it takes 20 us
 
     @property
     def shown(self) -> str:

@@ -169,7 +169,8 @@ class Op:
     def settings(self, args: Sequence[Any]) -> tuple[Any, int, tuple[Any, ...]]:
         """What a call of one of its methods gives behind the tensors, in c10d's options or as it
         is: reduce op, root, and sizes of splits, those of the output first."""
-        reduce_op, root, splits = _SUM, 0, ()
+        reduce_op, root = _SUM, 0
+        splits: tuple[Any, ...] = ()
         for x in args[self.group_at :]:
             if isinstance(x, (list, tuple)):
                 splits = *splits, tuple(x)
