@@ -20,12 +20,11 @@ from fcoll.eager import arguments, dispatch
 from fcoll.eager import ops as _ops  # noqa: F401  it defines torch.ops.fcoll
 from fcoll.eager.arguments import ReduceOpLike, integer, maybe_integers
 from fcoll.eager.async_tensor import AsyncCollectiveTensor
-from fcoll.eager.dispatch import collective, is_refused, returned, start
+from fcoll.eager.dispatch import collective, returned, start
 from fcoll.errors import BadOption, fail
 from fcoll.groups import GroupLike, group_name, group_size
 from fcoll.table.exchange import check_even_splits
 from fcoll.transport.native import build
-from fcoll.transport.shared_memory import refused
 
 __all__ = [
     "all_gather_into_tensor",
@@ -48,12 +47,6 @@ __all__ = [
     "shard_dim_alltoall",
     "wait_tensor",
 ]
-
-
-def _fast(group: GroupLike) -> Any:
-    """The functions of the C++ fast path; None where there are none, or the group is known to have
-    no shared memory."""
-    return None if refused and is_refused(group) else build.fast
 
 
 def _positive(dim: int, x: Tensor) -> int:
@@ -103,8 +96,8 @@ def all_reduce(
     >>> torch.equal(fcoll.all_reduce(x), fcoll.all_gather_into_tensor(x[None]).sum(0))
     True
     """
-    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.all_reduce(x, op, group, grad)
+    if factor is None and not is_dynamo_compiling() and build.fast:
+        out = build.fast.all_reduce(x, op, group, grad)
         if out is not NotImplemented:
             return out
     x, op = arguments.scaled("all_reduce", arguments.tensor("all_reduce", x), op, factor)
@@ -124,8 +117,8 @@ def all_gather_into_tensor(
     >>> fcoll.all_gather_into_tensor(x, dim=1).shape == (2, 3 * n)
     True
     """
-    if sizes is None and not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.all_gather_into_tensor(x, group, dim)
+    if sizes is None and not is_dynamo_compiling() and build.fast:
+        out = build.fast.all_gather_into_tensor(x, group, dim)
         if out is not NotImplemented:
             return out
     op = "all_gather_into_tensor"
@@ -153,8 +146,8 @@ def reduce_scatter_tensor(
     >>> torch.equal(fcoll.reduce_scatter_tensor(x), fcoll.all_reduce(x).chunk(n)[rank])
     True
     """
-    if sizes is None and factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.reduce_scatter_tensor(x, op, group, dim)
+    if sizes is None and factor is None and not is_dynamo_compiling() and build.fast:
+        out = build.fast.reduce_scatter_tensor(x, op, group, dim)
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor"
@@ -177,8 +170,8 @@ def all_to_all_single(
     >>> torch.equal(fcoll.all_to_all_single(x), torch.arange(n) * 10 + rank)
     True
     """
-    if not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.all_to_all_single(x, group, output_splits, input_splits)
+    if not is_dynamo_compiling() and build.fast:
+        out = build.fast.all_to_all_single(x, group, output_splits, input_splits)
         if out is not NotImplemented:
             return out
     op = "all_to_all_single"
@@ -201,8 +194,8 @@ def broadcast(x: Tensor, src: int, group: GroupLike = None) -> Tensor:
     >>> fcoll.broadcast(torch.tensor(float(rank)), src=0).item()
     0.0
     """
-    if not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.broadcast(x, src, group)
+    if not is_dynamo_compiling() and build.fast:
+        out = build.fast.broadcast(x, src, group)
         if out is not NotImplemented:
             return out
     x, src = arguments.tensor("broadcast", x), integer("broadcast", "src", src)
@@ -353,7 +346,7 @@ def batch_p2p(
 
 def barrier(group: GroupLike = None) -> None:
     """Return when all ranks of the group have called it."""
-    if not is_dynamo_compiling() and (fast := _fast(group)) and fast.barrier(group) is None:
+    if not is_dynamo_compiling() and build.fast and build.fast.barrier(group) is None:
         return
     torch.ops.fcoll.wait_tensor(start("barrier", group_name(group)))
 
@@ -372,8 +365,8 @@ def all_reduce_coalesced(
     >>> a.shape, b.mean().item() == n
     (torch.Size([2]), True)
     """
-    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.all_reduce_coalesced(xs, op, group, grad)
+    if factor is None and not is_dynamo_compiling() and build.fast:
+        out = build.fast.all_reduce_coalesced(xs, op, group, grad)
         if out is not NotImplemented:
             return out
     me = "all_reduce_coalesced"
@@ -386,8 +379,8 @@ def all_gather_into_tensor_coalesced(
     xs: Sequence[Tensor], group: GroupLike = None, dim: int | Sequence[int] = 0
 ) -> list[Tensor]:
     """``[all_gather_into_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.all_gather_into_tensor_coalesced(xs, group, dim)
+    if not is_dynamo_compiling() and build.fast:
+        out = build.fast.all_gather_into_tensor_coalesced(xs, group, dim)
         if out is not NotImplemented:
             return out
     op = "all_gather_into_tensor_coalesced"
@@ -404,8 +397,8 @@ def reduce_scatter_tensor_coalesced(
     factor: float | None = None,
 ) -> list[Tensor]:
     """``[reduce_scatter_tensor(x, dim=d) for x, d in zip(xs, dim)]``, in one message a dtype."""
-    if factor is None and not is_dynamo_compiling() and (fast := _fast(group)):
-        out = fast.reduce_scatter_tensor_coalesced(xs, op, group, dim)
+    if factor is None and not is_dynamo_compiling() and build.fast:
+        out = build.fast.reduce_scatter_tensor_coalesced(xs, op, group, dim)
         if out is not NotImplemented:
             return out
     me = "reduce_scatter_tensor_coalesced"

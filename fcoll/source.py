@@ -85,10 +85,9 @@ def is_own_or_torchs(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
 
 
-def _is_generated_init(frame: FrameType) -> bool:
+def _is_generated_init(filename: str, function: str) -> bool:
     """Is it the constructor that dataclasses wrote for a class of ours?"""
-    code = frame.f_code
-    return code.co_filename == "<string>" and code.co_name == "__init__"
+    return filename == "<string>" and function == "__init__"
 
 
 class _Part(threading.local):
@@ -144,8 +143,9 @@ def program_sites(stack: Iterable[Site]) -> Frames:
 
 def _outwards(frame: FrameType | None) -> Iterator[Site]:
     while frame is not None:
-        if not _is_generated_init(frame):
-            yield frame.f_code.co_filename, frame.f_lineno
+        code = frame.f_code
+        if not _is_generated_init(code.co_filename, code.co_name):
+            yield code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
@@ -157,6 +157,15 @@ def sites_from(frame: FrameType | None) -> Frames:
 def user_sites() -> Frames:
     """The sites of the call that is being run: see program_sites."""
     return program_sites(_outwards(sys._getframe(1)))
+
+
+def sites_of(frames: Iterable[dict[str, Any]]) -> Frames:
+    """Those of a call whose stack was noted, as ``_torch.frames_of`` reads it."""
+    return program_sites(
+        (f["filename"], f["line"])
+        for f in frames
+        if not _is_generated_init(f["filename"], f["name"])
+    )
 
 
 def user_line(traced: Iterable[Any] = ()) -> str | None:

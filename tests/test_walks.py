@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import launch
 
 import fcoll
@@ -52,12 +53,19 @@ def assert_at_most(limit: int, walks: list[set[str]]) -> None:
         assert walk and len(walk) <= limit, f"{len(walk)} files:\n" + "\n".join(sorted(walk))
 
 
-def first_and_later(rank: int) -> tuple[set[str], set[str]]:
+def first_and_later(rank: int) -> tuple[set[str], set[str], bool]:
+    """Also whether the later result was under way: on rank 0 it is, since rank 1 waits for it."""
     with files_run() as first:
         fcoll.all_reduce(torch.ones(4)).tolist()
+    signals = dist.new_group()
+    if rank == 1:
+        dist.barrier(signals)
     with files_run() as later:
-        fcoll.all_reduce(torch.ones(4)).tolist()
-    return first, later
+        y = fcoll.all_reduce(torch.ones(4))
+        if rank == 0:
+            dist.barrier(signals)
+        y.tolist()
+    return first, later, type(y) is fcoll.AsyncCollectiveTensor
 
 
 def launched(program: Any, **env: str) -> list[Any]:
@@ -68,12 +76,15 @@ def launched(program: Any, **env: str) -> list[Any]:
 
 def test_eager_on_shared_memory(compiled):
     results = launched(first_and_later, FCOLL_NATIVE="1")
-    assert_at_most(15, [first for first, _ in results])
-    assert_at_most(4, [later for _, later in results])
+    assert_at_most(15, [first for first, _, _ in results])
+    assert_at_most(2, [later for _, later, _ in results])
+    assert results[0][2]
 
 
 def test_eager_on_a_process_group():
-    assert_at_most(16, [first for first, _ in launched(first_and_later, FCOLL_NATIVE="0")])
+    results = launched(first_and_later, FCOLL_NATIVE="0")
+    assert_at_most(15, [first for first, _, _ in results])
+    assert_at_most(11, [later for _, later, _ in results])
 
 
 def gradient(rank: int) -> set[str]:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from fcoll import _torch
 from fcoll.errors import from_native
-from fcoll.source import Frames, show, user_sites
+from fcoll.source import Frames, show, sites_of
+from fcoll.transport.native import build
 
 
 @dataclass(eq=False)
@@ -25,13 +26,17 @@ class Pending:
     """One collective in flight: shared by its result and all views of it."""
 
     op: str = "collective"
-    sites: Frames = ()
+    stack: Any = None  # where it was issued: read if somebody asks, which takes ten times as long
     done: bool = False
     error: Exception | None = None  # what waiting for it ended with: there is no result to use
     # held while waiting: torch gives the work to the first who waits, a second would find nothing
     # to wait for and go on too early
     lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
     reported: bool = True  # or is it still to be mentioned at exit, if nobody waits for it?
+
+    @property
+    def sites(self) -> Frames:
+        return sites_of(_torch.frames_of(self.stack))
 
     def __del__(self) -> None:
         if not (self.done or self.reported or self.error):
@@ -60,7 +65,16 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
     def __new__(cls, elem: Tensor, pending: Pending | None = None) -> AsyncCollectiveTensor:
         if isinstance(elem, _torch.TorchAsyncCollectiveTensor):
             raise TypeError("an AsyncCollectiveTensor does not hold another: pass its elem")
-        self = _torch.make_wrapper(cls, elem)
+        self = _torch.make_wrapper(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=elem.device,
+            requires_grad=elem.requires_grad,
+        )
         self.elem = elem
         self._pending = pending or Pending()
         return self
@@ -89,14 +103,13 @@ class AsyncCollectiveTensor(_torch.TorchAsyncCollectiveTensor):
             return
         if self._pending.error is not None:
             raise self._pending.error.with_traceback(None)
-        if _torch.plain(self.elem):
-            try:
-                _torch.wait_plain(self.elem)
-            except Exception as error:
-                _in_flight.discard(self._pending)  # there is nothing left to wait for
-                self._pending.error = from_native(error)
-                raise self._pending.error from None
-        else:
+        try:
+            complete = wait_undispatched(self.elem)
+        except Exception as error:
+            _in_flight.discard(self._pending)  # there is nothing left to wait for
+            self._pending.error = error
+            raise
+        if not complete:
             # While tracing, the waited-for tensor is another node of the graph. It is torch's
             # op, since ours does not become it below autograd, where modes may call this.
             self.elem = torch.ops._c10d_functional.wait_tensor(self.elem)
@@ -164,6 +177,19 @@ for _name in ("tolist", "numpy", "data_ptr", "share_memory_", "__dlpack__", "__f
     setattr(AsyncCollectiveTensor, _name, _of_the_waited_for(_name))
 
 
+def wait_undispatched(x: Tensor) -> bool:
+    """Wait for a plain tensor by its kernel; False if x is not plain, or somebody listens."""
+    if build.fast and build.fast.wait_tensor(x) is x:
+        return True
+    if not _torch.plain(x):
+        return False
+    try:
+        _torch.wait_plain(x)
+    except Exception as error:
+        raise from_native(error) from None
+    return True
+
+
 class _Wrap(torch.autograd.Function):
     """plain -> async, an identity of autograd."""
 
@@ -180,7 +206,7 @@ def in_flight(x: Tensor, op: str) -> Tensor:
     """The result of an eager call: async, if it is not complete."""
     if _torch.work_registry_size() == 0:  # no work is outstanding: x is complete
         return x
-    pending = Pending(op, user_sites(), reported=False)
+    pending = Pending(op, _torch.stack_here(), reported=False)
     _in_flight.add(pending)
     if x.requires_grad:
         return _Wrap.apply(x, pending)
@@ -204,6 +230,8 @@ def forget_all_but(kept: Unwaited) -> None:
 @atexit.register
 def _report_unwaited() -> None:
     counts = _dropped + Counter((p.op, p.sites) for p in _in_flight if not p.reported)
+    for pending in _in_flight:
+        pending.reported = True  # what is dropped from here on
     if not counts:
         return
     lines = [

@@ -4,8 +4,8 @@
 path          when                                         chosen by
 ============  ===========================================  =======================================
 traced        Dynamo records the program                   ``start``, by ``is_compiling()``
-fast path     plain CPU tensors, on a group that is known  ``functions`` looks whether the group
-              to have shared memory                        is refused, the extension at the rest
+fast path     plain CPU tensors, on a group that is known  the extension
+              to have shared memory
 undispatched  tensors that only autograd wants to see      ``start``, by ``_torch.ordinary``
 stacked       tensors of ranks in ``fcoll.simulate``       ``on_stacked``, for ``start``
 dispatcher    everything else: subclasses, modes,          ``start``
@@ -14,8 +14,8 @@ dispatcher    everything else: subclasses, modes,          ``start``
 
 The fast path is one C++ function for each row that has one (``row.native.fast``). It returns
 NotImplemented for what it does not serve, and the call goes on as if it had not been asked. Whether
-a group has shared memory is found out once, at its first collective; ``shared_memory.served`` and
-``refused`` keep it by name, so that a call on a process group never enters C++.
+a group has shared memory is found out once, at its first collective; the extension looks it up, and
+``shared_memory.served`` keeps it by name for undispatched calls.
 
 Undispatched calls go to the row's kernel themselves: of a small collective's time, the dispatcher
 and the Python kernels that it finds for autograd would be nine tenths.
@@ -34,9 +34,9 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcoll import _torch
-from fcoll.eager.async_tensor import in_flight
-from fcoll.errors import FcollError, from_native
-from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group
+from fcoll.eager.async_tensor import in_flight, wait_undispatched
+from fcoll.errors import from_native
+from fcoll.groups import GroupLike, group_name, group_size, is_stacked_group, stacked_groups
 from fcoll.table.collectives import COLLECTIVES
 from fcoll.table.row import Collective, signed
 from fcoll.table.stacks import Identity
@@ -46,18 +46,6 @@ from fcoll.transport.protocol import running
 
 #: The autograd function of each row that has a gradient: ``apply(args, kwargs, *tensors)``.
 autograd_functions: dict[str, Any] = {}
-
-
-def is_refused(group: GroupLike) -> bool:
-    """Is the group known to have no shared memory? False for values that name no group."""
-    if group is None:
-        group = dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name in shared_memory.refused
-    try:
-        return group_name(group) in shared_memory.refused
-    except FcollError:
-        return False
 
 
 def collective(name: str, group: GroupLike, *args: Any) -> Any:
@@ -102,7 +90,7 @@ def start_eager(name: str, *args: Any) -> Any:
             return run(row, args)
         with _torch.single_level_functions():
             return autograd_functions[name].apply(args, {}, x)[0]
-    out = on_stacked(row, args)
+    out = on_stacked(row, args) if stacked_groups else NotImplemented
     return getattr(torch.ops.fcoll, name)(*args) if out is NotImplemented else out
 
 
@@ -163,14 +151,8 @@ def call(name: str, *args: Any) -> Any:
 
 def wait(x: Tensor) -> Tensor:
     """``torch.ops.fcoll.wait_tensor(x)``, without the dispatcher where that is the same."""
-    if is_compiling() or not _torch.plain(x):
+    if is_compiling() or not (_torch.plain(x) and wait_undispatched(x)):
         return torch.ops.fcoll.wait_tensor(x)
-    if build.fast and build.fast.wait_tensor(x) is x:
-        return x
-    try:
-        _torch.wait_plain(x)
-    except RuntimeError as error:
-        raise from_native(error) from None
     return x
 
 

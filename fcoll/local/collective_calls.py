@@ -27,9 +27,10 @@ from fcoll.local.local_tensor import LocalTensor, apart, local, stacked
 from fcoll.local.op_by_rank import on_rank
 from fcoll.reductions import PREMUL_SUM, parse
 from fcoll.table import c10d
-from fcoll.table.collectives import COLLECTIVES, functional_row, row_of, single_row
+from fcoll.table.collectives import COLLECTIVES, functional_row, row_named, single_row
 from fcoll.table.partition import Partition
 from fcoll.table.pieces import received
+from fcoll.table.plans import prepared
 from fcoll.table.row import Collective
 
 _WAITS = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd")  # of torch's namespaces
@@ -92,8 +93,8 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
         check_divisible(row.name, stack.shape[1:], len(who.groups[0]), args)
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
-        assert row.stacked is not None
-        return Result(who.ranks, stack=row.stacked(stack, args, who.partition))
+        rule = prepared(row, args, who.partition, stack.dtype)
+        return Result(who.ranks, stack=rule(stack))
     if row.uneven is None or args.get("dim"):
         raise RaggedRanks(op=row.name, why="the ranks' tensors have different shapes")
     parts: dict[int, Tensor] = {}
@@ -106,10 +107,12 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
     return Result(who.ranks, parts=parts)
 
 
+_SIZES = ("input_split_sizes", "output_split_sizes", "sizes")
+
+
 def ragged(args: Mapping[str, Any]) -> bool:
     """Do splits or sizes make results of different shapes, or differ between ranks?"""
-    given = (args.get(name) for name in ("input_split_sizes", "output_split_sizes", "sizes"))
-    splits = [n for sizes in given for n in sizes or ()]
+    splits = [n for name in _SIZES for n in args.get(name) or ()]
     return any(isinstance(s, torch.SymInt) for s in splits) or len(set(splits)) > 1
 
 
@@ -133,8 +136,7 @@ def check_divisible(name: str, shape: Sequence[int], n: int, args: Mapping[str, 
 
 def arguments_of(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """(its tensor or tensors, the group, the others by name) of a call of the row."""
-    names = (a.name for a in row.arguments)
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    named = {**dict(zip(row.position, args, strict=False)), **kwargs}
     group = _torch.resolve_group(named.pop("group_name"))
     first = named.pop(row.arguments[0].name)
     for name in ("out", "group_size"):
@@ -194,14 +196,19 @@ def write(
     local(out, "Output")
     whole = only is None and result.ranks == out._order
     if whole and out._stack is not None and result.stack is not None:
-        if not take or not out._replace_stack(result.stack):
-            own = out._own_stack()
-            own.copy_(result.stack.reshape(own.shape))
+        write_stack(result.stack, out, take)
         return
     for r, t in result.items():
         if only is None or r in only:
             target = out._tensors()[r]
             target.copy_(t.reshape(target.shape))
+
+
+def write_stack(stack: Tensor, out: LocalTensor, take: bool = True) -> None:
+    """The same of a stack of all of its ranks."""
+    if not take or not out._replace_stack(stack):
+        own = out._own_stack()
+        own.copy_(stack.reshape(own.shape))
 
 
 # ---- ops of fcoll, and torch's functional ones
@@ -212,8 +219,9 @@ _receiving: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An op of fcoll, or a functional one of torch's."""
-    row, name = row_of(func), op_name(func).partition("::")[2]
-    if (row is not None and row.is_wait) or name in _WAITS:
+    row = row_named(name := op_name(func))
+    waits = row.is_wait if row is not None else name.partition("::")[2] in _WAITS
+    if waits:
         return _waited(args[0])
     if row is None or not (row.is_p2p or row.arguments[0].is_tensor):
         raise NotImplementedError(f"{func} not implemented for LocalTensors")

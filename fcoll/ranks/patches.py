@@ -127,13 +127,20 @@ class SharedPatches:
 def where(holds: Callable[[], Any], ours: Callable[..., Any]) -> Make:
     """For ``wrap``: ``ours(original, ...)`` in calls where ``holds()``, else the original."""
 
+    last: tuple[Any, Any] = None, None  # patches come and go: what was made for the same is kept
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        nonlocal last
+        if last[0] is original:
+            return last[1]
+
         @functools.wraps(original)
         def either(*args: Any, **kwargs: Any) -> Any:
             if holds():
                 return ours(original, *args, **kwargs)
             return original(*args, **kwargs)
 
+        last = original, either
         return either
 
     return make

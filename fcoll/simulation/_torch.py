@@ -9,7 +9,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -84,12 +84,16 @@ def backward_is_over() -> bool:
     return in_backward() and torch._C._current_autograd_node() is None
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> AbstractContextManager[Any]:
     """Whatever modes this thread is in, they do not see what is done inside."""
-    if modes_active() + function_modes_active() == 0:
-        yield
-        return
+    return _NOBODY_LOOKS if modes_active() + function_modes_active() == 0 else _no_modes_at_all()
+
+
+_NOBODY_LOOKS: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _no_modes_at_all() -> Iterator[None]:
     with no_modes(), torch._C.DisableTorchFunction():
         yield
 

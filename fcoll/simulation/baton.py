@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fcoll._torch import stack_here
 from fcoll.simulation.rank_settings import Settings
-from fcoll.source import Frames, user_sites
 
 
 class RankStopped(BaseException):
@@ -50,7 +50,7 @@ class Rank:
     lock: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
     awaits: Awaited | None = None
-    sites: Frames = ()  # where it waits
+    stack: Any = None  # where it waits
     queued: bool = False
     ended: bool = False
     error: BaseException | None = None  # raised where it waits, once
@@ -68,7 +68,7 @@ class Rank:
             self.settle()
             if awaited.ready():
                 return
-            self.awaits, self.sites = awaited, user_sites()
+            self.awaits, self.stack = awaited, stack_here()
             self.baton.give_up(self)
             self.awaits = None
             error, self.error = self.error, None

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.source import Frames, show
+from fcoll._torch import frames_of
+from fcoll.source import show, sites_of
 from fcoll.table.pieces import amount
 from fcoll.transport.protocol import running
 
@@ -21,7 +22,7 @@ class Call:
     op: str
     facts: tuple[str, ...]
     group: str
-    sites: Frames
+    stack: Any  # where it is made: read late, as ``line``
     signature: Any = None
     peer: str = ""  # of a message: "to rank 3"
 
@@ -33,7 +34,7 @@ class Call:
 
     @property
     def line(self) -> str:
-        return show(*self.sites) or "?"  # shown late: it takes 20 us
+        return show(*sites_of(frames_of(self.stack))) or "?"  # it takes 20 us
 
     @property
     def shown(self) -> str:

@@ -112,12 +112,13 @@ def carry_out(op: str, parts: list[Part], arithmetic: Any = reductions) -> None:
     if not tensors or any(map(_torch.has_no_data, tensors)):
         return
     first, outs = parts[0], [p.outs for p in parts]
-    route, sent = op.removesuffix("_coalesced"), [p.ins for p in parts]
+    route = op.removesuffix("_coalesced")
     with torch.no_grad(), _torch.unseen():
+        sent = [[x.detach() for x in p.ins] for p in parts]
         arrived = received(route, sent, first.reduce_op, first.root, outs, arithmetic.fold)
         for mine, pieces in zip(outs, arrived, strict=True):
             for out, x in zip(mine, pieces, strict=False):  # of a reduction to one rank, no pieces
-                _put(out, x.detach())
+                _put(out, x)
 
 
 def _put(out: Tensor, x: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcoll._torch import stack_here
 from fcoll.errors import (
     GroupDestroyed,
     MismatchedLists,
@@ -29,7 +30,6 @@ from fcoll.simulation.calls import Call, dtypes, signature, sizes
 from fcoll.simulation.channel import Channel, Part
 from fcoll.simulation.mailbox import ANY, Mailbox, Message
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import user_sites
 from fcoll.table.c10d import OPS, Op, one
 from fcoll.transport.carriers import Then
 
@@ -148,7 +148,7 @@ class SimulatedGroup(dist.ProcessGroup):
             _check_values(op, [*part.ins, *part.outs])
         if part.root != -1:
             self._check_peer(op, "root", part.root)
-        call = Call(op, tuple(facts), self.channel.label, user_sites(), signature())
+        call = Call(op, tuple(facts), self.channel.label, stack_here(), signature())
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
         if work.failure is not None:
@@ -165,7 +165,7 @@ class SimulatedGroup(dist.ProcessGroup):
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
-        call = Call(op, facts, self.channel.label, user_sites(), None, where)
+        call = Call(op, facts, self.channel.label, stack_here(), None, where)
         work = self._issue(owner, SimulatedWork(owner, call, [buf]))
         self.mailbox.post(Message(sends, self.me, peer, tag, buf, work))
         return work
@@ -195,7 +195,8 @@ class SimulatedGroup(dist.ProcessGroup):
         """Start the collective that a method of ``op`` is called for."""
         named, given_op = op.of_method(args)
         message = op.message(**named, process_group=(self.channel.name, self.n))
-        ins, outs = (list(map(_torch.completed, xs)) for xs in op.pieces(message, self.n))
+        given, taken = op.pieces(message, self.n)
+        ins, outs = list(map(_torch.completed, given)), list(map(_torch.completed, taken))
         root, reduce_op = named.get("root_rank", -1), named.get("reduce_op", "")
         if message.missing and root == self.me:
             raise MismatchedLists(op=op.called, why=f"{message.missing} is empty", hint="Give it.")
@@ -236,7 +237,7 @@ class SimulatedGroup(dist.ProcessGroup):
 def _check_values(op: str, tensors: Sequence[Tensor]) -> None:
     """Ranks exchange values: a call of fake or meta tensors would be made in earnest and give
     nothing."""
-    if _torch.is_faking() or any(x.is_meta for x in tensors):
+    if _torch.is_faking() or any([x.is_meta for x in tensors]):
         hint = "Simulated ranks exchange real tensors. fcoll.trace shows what a step would issue."
         raise NoValues(what=f"{op} of fake or meta tensors", hint=hint)
 

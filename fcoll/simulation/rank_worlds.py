@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -309,26 +309,35 @@ def _store_class(original: Any) -> Any:
 # -- in and out of force ---
 
 
-def _apply(patches: Patches) -> None:
-    c10d = _torch.c10d
-    patches.replace(c10d, "_world", Worlds(c10d._world))
-    of_ranks: Callable[..., Any]
+_OF_RANKS = {
+    name: where(this_rank, of_ranks)
     for name, of_ranks in (
         ("rendezvous", _rendezvous),
         ("_process_group_name", _group_name),
         ("_new_process_group_helper", _new_group),
         ("split_group", _split_group),
         ("_get_default_timeout", _default_timeout),
-    ):
-        for module in _torch.holders(name):
-            patches.wrap(module, name, where(this_rank, of_ranks))
+    )
+}
+_OF_RANKS_ELSEWHERE = [
+    (module, name, where(this_rank, of_ranks))
     for module, name, of_ranks in (
         (_torch.device_mesh, "get_backend", _backend_of_mesh),
         (_torch.c10d_logger, "_get_msg_dict", _log_entry),
         (_torch.Future, "wait", wait_for_future),
         (torch.cuda, "current_device", _current_device),
-    ):
-        patches.wrap(module, name, where(this_rank, of_ranks))
+    )
+]
+
+
+def _apply(patches: Patches) -> None:
+    c10d = _torch.c10d
+    patches.replace(c10d, "_world", Worlds(c10d._world))
+    at = [
+        (module, name, make) for name, make in _OF_RANKS.items() for module in _torch.holders(name)
+    ]
+    for module, name, make in (*at, *_OF_RANKS_ELSEWHERE):
+        patches.wrap(module, name, make)
     for name in ("TCPStore", "FileStore", "HashStore"):
         patches.wrap(dist, name, _store_class)
     for name in ("_backend", "_default_pg_init_method"):  # init_process_group writes these

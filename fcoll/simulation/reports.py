@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from fcoll._torch import frames_of
 from fcoll.errors import Deadlock
 from fcoll.simulation.baton import Rank
 from fcoll.simulation.work import SimulatedWork
-from fcoll.source import show
+from fcoll.source import show, sites_of
 
 SHOWN = 16  # ranks of a report; of larger worlds, those that wait for others in a circle first
 
@@ -30,7 +31,7 @@ def deadlock(ranks: Sequence[Rank], killed: Collection[int], notes: Sequence[str
 
 def _line(rank: Rank, killed: Collection[int]) -> str:
     if rank.awaits is not None:
-        shown, at = str(rank.awaits), show(*rank.sites)
+        shown, at = str(rank.awaits), show(*sites_of(frames_of(rank.stack)))
         here = f", waited for at {at}" if at and not shown.endswith(f" at {at}") else ""
         return f"  rank {rank.number} waits in {shown}{here}{names(rank.awaits.missing())}"
     done = "was killed" if rank.number in killed else "has ended" if rank.ended else "is ready"

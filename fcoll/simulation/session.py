@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from fcoll import reductions
+from fcoll._torch import stack_here
 from fcoll.errors import CollectiveTimeout, Deadlock, GroupMismatch
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
@@ -120,7 +121,7 @@ class Session:
             raise RankStopped
         self._polls += 1
         if self._polls > POLLS * self.n:
-            me.awaits, me.sites = awaited, user_sites()  # for the report
+            me.awaits, me.stack = awaited, stack_here()  # for the report
             error = self._report()
             me.awaits = None
             self.fail(error, None)

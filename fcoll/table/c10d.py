@@ -166,26 +166,34 @@ class Op:
         values = {**named, **resolved}
         return self.message(**{name: values[name] for name in self._own_arguments & values.keys()})
 
+    def settings(self, args: Sequence[Any]) -> tuple[Any, int, tuple[Any, ...]]:
+        """What a call of one of its methods gives behind the tensors, in c10d's options or as it
+        is: reduce op, root, and sizes of splits, those of the output first."""
+        reduce_op, root = _SUM, 0
+        splits: tuple[Any, ...] = ()
+        for x in args[self.group_at :]:
+            if isinstance(x, (list, tuple)):
+                splits = *splits, tuple(x)
+            elif isinstance(x, int):
+                root = x
+            elif isinstance(x, _REDUCE_OPS):
+                reduce_op = x
+            else:  # c10d's options, or a timeout
+                reduce_op = getattr(x, "reduceOp", reduce_op) if self.reduces else reduce_op
+                root = getattr(x, "rootRank", root) if self.has_root else root
+        return reduce_op, root, splits
+
     def of_method(self, args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
         """The op's arguments of a call of one of its methods, by name but the group; and what was
         given as reduce op, which may have a factor inside.
 
         Methods take lists of tensors and c10d's options, or tensors and what they need of those."""
-        at, named = self.group_at, {}
+        reduce_op, root, splits = self.settings(args)
+        named: dict[str, Any] = {}
+        for x, name in zip(splits, ("output_split_sizes", "input_split_sizes"), strict=False):
+            named[name] = x
         for x, (name, depth) in zip(args, self._tensors, strict=False):
             named[name] = x if depth == 0 else _nested(x, depth)
-        reduce_op, root = dist.ReduceOp.SUM, 0
-        splits = ["input_split_sizes", "output_split_sizes"]
-        for x in args[at:]:
-            if isinstance(x, (list, tuple)):
-                named[splits.pop()] = x
-            elif isinstance(x, int):
-                root = x
-            elif isinstance(x, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-                reduce_op = x
-            else:  # c10d's options, or a timeout
-                reduce_op = getattr(x, "reduceOp", reduce_op) if self.reduces else reduce_op
-                root = getattr(x, "rootRank", root) if self.has_root else root
         if self.reduces:
             named["reduce_op"] = parse(self.called, reduce_op)
         if self.has_root:
@@ -214,6 +222,7 @@ class Op:
         return (args[0], work) if self._returns == 2 else work
 
 
+_SUM, _REDUCE_OPS = dist.ReduceOp.SUM, (dist.ReduceOp, dist.ReduceOp.RedOpType)
 ANY = -1  # in the place of the sender's rank
 #: By the op's name in the namespace.
 OPS: dict[str, Op] = {}

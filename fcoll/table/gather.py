@@ -208,9 +208,10 @@ def _check_broadcast(op: str, input: Tensor, src: int, group_name: str) -> None:
 
 def _run_broadcast(input: Tensor, src: int, group_name: str) -> Tensor:
     g = by_name(group_name)
-    out = input.new_empty(input.shape)
-    if g.rank == src:
-        out.copy_(input)
+    own = g.rank == src  # new_empty and copy_ would take twice the time of a clone
+    out = (
+        input.clone(memory_format=torch.contiguous_format) if own else input.new_empty(input.shape)
+    )
     if g.n == 1:
         return out
     return issued(out, carrier_of(g, out.device).broadcast_(out, src, g))

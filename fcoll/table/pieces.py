@@ -74,14 +74,19 @@ def received(
     for to, all_sources in enumerate(_sources(route, n, k, root)):
         mine: list[Tensor] = []
         for at, sources in enumerate(all_sources):
-            first = sources[0]  # no two sums have it in common
-            if outs is not None:  # where there is a sum, all of its parts are alike
-                for rank, i in sources[:1] if first in reduced else sources:
-                    _check((rank, to), route, pieces[rank][i], outs[to][at])
-            if len(sources) > 1 and first not in reduced:
-                parts = _alike([pieces[rank][i] for rank, i in sources])
-                reduced[first] = fold(REDUCTIONS[reduce_op], parts)
-            mine.append(reduced[first] if len(sources) > 1 else pieces[first[0]][first[1]])
+            first = rank, i = sources[0]  # no two sums have it in common
+            x = pieces[rank][i]
+            if outs is not None:
+                _check(rank, to, route, x, outs[to][at])
+            if len(sources) > 1:
+                if first not in reduced:
+                    parts = [pieces[rank][i] for rank, i in sources]
+                    if outs is not None:  # for the next rank that gets it, all parts are alike
+                        for (rank, _), part in zip(sources, parts, strict=True):
+                            _check(rank, to, route, part, outs[to][at])
+                    reduced[first] = fold(REDUCTIONS[reduce_op], _alike(parts))
+                x = reduced[first]
+            mine.append(x)
         arrived.append(mine)
     return arrived
 
@@ -98,12 +103,13 @@ def _alike(parts: list[Tensor]) -> list[Tensor]:
     return [x.detach() if x.shape == shape else x.detach().reshape(shape) for x in parts]
 
 
-def _check(ranks: tuple[int, int], route: str, x: Tensor, out: Tensor) -> None:
-    if x.numel() != out.numel() or x.dtype != out.dtype:
-        source, to = ranks
+def _check(source: int, to: int, route: str, x: Tensor, out: Tensor) -> None:
+    if x.dtype is not out.dtype or x.numel() != out.numel():
         who = "it" if source == to else f"rank {to}, which"
         gives = "sends" if route == "all_to_all" else "gives"
-        raise Misfit(ranks, f"rank {source} {gives} {amount(x)} to {who} expects {amount(out)}")
+        raise Misfit(
+            (source, to), f"rank {source} {gives} {amount(x)} to {who} expects {amount(out)}"
+        )
 
 
 def amount(x: Tensor) -> str:

@@ -17,17 +17,19 @@ from fcoll.table.stacks import Args, Prepared, StackedRule
 
 Plan = TypeVar("Plan")
 _MOST = 1024
+_UNKNOWN: Any = object()
 
 
 class Plans(dict[Any, Any]):
-    """Plans by what their calls look like; the old ones go when there are many."""
+    """Plans by what their calls look like; the old ones go when there are many. One may be None,
+    that there is none."""
 
     def of(self, key: Any, make: Callable[[], Plan]) -> Plan:
         try:
-            plan = self.get(key)
+            plan = self.get(key, _UNKNOWN)
         except TypeError:  # a list among the arguments
             return make()
-        if plan is None:
+        if plan is _UNKNOWN:
             if len(self) == _MOST:
                 self.clear()
             plan = self[key] = make()

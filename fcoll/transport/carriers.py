@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcoll import _torch
-from fcoll.groups import Group
+from fcoll.groups import Group, is_simulated
 from fcoll.transport import process_group, shared_memory, threads
 from fcoll.transport.hosts import Hosts
 from fcoll.transport.native import build
@@ -26,30 +26,29 @@ from fcoll.transport.protocol import Carrier, Finish
 _MAIN_THREAD = threading.main_thread().ident
 
 
+# Of CPU tensors, by the process group itself: names are given again (see groups.py)
+_carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
+
+
 def carrier_of(g: Group, device: torch.device) -> Carrier:
     """All ranks of a group get the same: they agreed on it at its first collective."""
-    if g.simulated:
+    pg = g.pg
+    if is_simulated(pg):
         return threads
     if device.type != "cpu":
         return process_group
+    carrier = _carriers.get(pg)
+    return carrier or _carriers.setdefault(pg, _agreed_carrier(g))
+
+
+def _agreed_carrier(g: Group) -> Carrier:
     status, shared = shared_memory.status_of(g), shared_memory
     if status.islands is not None:
-        return hosts_of(g, status)
+        hosts = Hosts(g, status.islands, status.inside)
+        weakref.finalize(g.pg, hosts.end)
+        return hosts
     carrier: Any = shared if status.shared else process_group
     return carrier
-
-
-# name -> its carrier, as long as the process group of that name is the same
-_hosts: dict[str, Hosts] = {}
-
-
-def hosts_of(g: Group, status: shared_memory.Status) -> Hosts:
-    known, pg = _hosts.get(g.name), g.pg
-    if known is None or known.pg() is not pg:
-        assert status.islands is not None
-        _hosts[g.name] = known = Hosts(g, status.islands, status.inside)
-        weakref.finalize(pg, known.end)
-    return known
 
 
 def carrier_of_pairs(g: Group) -> Carrier:

@@ -79,10 +79,9 @@ _closed: dict[str, tuple[weakref.ref, str]] = {}
 _connects = threading.Lock()
 _locks: dict[str, Any] = {}  # name -> held while its group is connected
 
-# The outcome by name, for those who must not lose time: hints, since a name may stand for another
-# group by now. C++ looks before it serves a call, and who is sent back goes the long way.
+# The groups that have it, by name: hints, since a name may stand for another group by now. C++
+# looks before it serves a call, and who is sent back goes the long way.
 served: set[str] = set()
-refused: set[str] = set()
 
 
 def handle_of(g: Group) -> int:
@@ -126,8 +125,7 @@ def _first_status(g: Group) -> Status:
         _closed[g.name] = (weakref.ref(pg), str(error.args[0]))
         raise
     _known[g.name] = (weakref.ref(pg), made)
-    (served if made.shared else refused).add(g.name)
-    (refused if made.shared else served).discard(g.name)
+    (served.add if made.shared else served.discard)(g.name)
     if made.shared:
         weakref.finalize(pg, torch.ops.fcoll_native.close, made.handle)
     return made

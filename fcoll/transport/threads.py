@@ -71,6 +71,5 @@ def transfer(transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
 def _parts(x: Tensor, n: int) -> list[Tensor]:
     """n equal parts of a contiguous tensor, as views."""
     size = x.numel() // n
-    # not view(-1): one element is contiguous with any stride
-    flat = x.as_strided((x.numel(),), (1,))
-    return [flat[i * size : (i + 1) * size] for i in range(n)]
+    # not view: one element is contiguous with any stride; 32 slices would take 28 us, not 13
+    return list(x.as_strided((n, size), (size, 1)).unbind())
