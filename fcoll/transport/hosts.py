@@ -35,10 +35,11 @@ from fcoll.errors import (
 )
 from fcoll.groups import Group
 from fcoll.reductions import REDUCTIONS, Reduction, fold
-from fcoll.transport import messages, shared_memory
+from fcoll.transport import messages, process_group, shared_memory
 from fcoll.transport.islands import Islands
 from fcoll.transport.protocol import (
     Started,
+    Transfer,
     all_reduce_by_gather,
     reduce_scatter_by_exchange,
     running,
@@ -384,6 +385,9 @@ class Hosts:
             pipelined([self._by_leaders(token, REDUCTIONS["sum"], exchange)])
 
         return self.start(0, run)
+
+    def transfer(self, transfers: Sequence[Transfer], g: Group) -> list[dist.Work]:
+        return process_group.transfer(transfers, g)
 
     def _leaders(self) -> dict[int, int]:
         """The first rank of each other island."""
