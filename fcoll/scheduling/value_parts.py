@@ -123,22 +123,20 @@ class Wholes:
 
     def _sum(self, key: tuple[Any, ...], form: Any) -> Pieces | None:
         """``x.t() @ y`` by chunks of rows of both: the first so many, or with the last all."""
-        before, args = None, key[2] if len(key) == 4 and not key[3] else ()
-        if key[1] == _ADDMM and len(args) == 3:
-            before, *args = args
-        if len(args) != 2 or (before is None and key[1] != _MM):
+        args: tuple[Any, ...] = key[2] if len(key) == 4 and not key[3] else ()
+        if len(args) != {_MM: 2, _ADDMM: 3}.get(key[1]):
             return None
-        for whole in self.like(_MM, iter(args[1:])):
-            name = self.made_by.get(whole, "")
-            left, right = self._turned(args[0], self.terms.keys[whole][2][0]), None
-            if left is not None and name in self.sums:
-                right = self.operand(args[1], self.terms.keys[whole][2][1])
-            if left is None or right is None or (left.dim, right.dim) != (0, 0):
+        *before, turned, y = args
+        for whole in self.like(_MM, iter([y])):
+            name, (turned_whole, y_whole) = self.made_by.get(whole, ""), self.terms.keys[whole][2]
+            left, right = self._turned(turned, turned_whole), self.operand(y, y_whole)
+            if name not in self.sums or left is None or right is None or left.part != right.part:
                 continue
             k, j, blocks = left.part
             done = ("summed", whole, k, blocks)
-            first = before is None if j == 0 else self.terms.keys[before or 0] == (*done, str(j))
-            if left.part != right.part or not first or self.terms.form(whole) != form:
+            expected = [self.terms.number.get((*done, str(j)))] if j else []
+            rows = left.dim == right.dim == 0
+            if not rows or before != expected or self.terms.form(whole) != form:
                 continue
             if j + 1 < k:
                 whole = self.terms.of(*done, str(j + 1), form=form)
