@@ -50,6 +50,12 @@ def _defaults(op: Any) -> dict[str, Any]:
 
 
 @_by_identity
+def op_text(op: Any) -> str:
+    """ "aten.mm.default"; torch puts it together anew each time."""
+    return str(op)
+
+
+@_by_identity
 def op_writes(op: Any) -> tuple[tuple[int, str], ...]:
     """(position, name) of the arguments that an op writes to."""
     if not isinstance(op, torch._ops.OpOverload):

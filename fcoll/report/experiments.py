@@ -14,6 +14,7 @@ from typing import Any
 
 from fcoll.costs.machine import Machine
 from fcoll.errors import BadPlan, MemoryCapTooSmall
+from fcoll.report import notebook
 from fcoll.report.lanes import page
 from fcoll.report.svg import document
 from fcoll.scheduling.bounds import times
@@ -121,7 +122,7 @@ def noisy_us(plan: Plan, noise: float) -> float:
 def render(results: Sequence[Result], noise: float = 0.0) -> str:
     """A table for a terminal."""
     head = _head(noise)
-    lines = table([head, *_rows(results, noise)], "<<>" + ">" * (len(head) - 3))
+    lines = table([head, *_rows(results, noise)], _align(head))
     return "\n".join([*lines, *(f"{r.scheduler}: {r.failed}" for r in results if r.failed)])
 
 
@@ -130,6 +131,10 @@ def _head(noise: float) -> tuple[str, ...]:
         *("machine", "scheduler", "memory", "step", "x bound", "x original"),
         *("exposed", "peak", "buckets", *((f"+-{noise:.0%}",) if noise else ()), "plan"),
     )
+
+
+def _align(head: Sequence[str]) -> str:
+    return "<<>" + ">" * (len(head) - 3)
 
 
 def _rows(results: Sequence[Result], noise: float) -> list[tuple[str, ...]]:
@@ -151,15 +156,13 @@ def _cells(r: Result, original_us: float, noisy: bool) -> tuple[str, ...]:
 
 def html(results: Sequence[Result], title: str, noise: float = 0.0) -> str:
     """The table and the drawing as a page that needs nothing else."""
-    head, rows = _head(noise), _rows(results, noise)
-    lines = ["".join(f"<th>{escape(x)}</th>" for x in head)]
-    lines += ["".join(f"<td>{escape(x)}</td>" for x in row) for row in rows]
+    head = _head(noise)
+    rows = notebook.table(head, _rows(results, noise), _align(head))
     failed = [f"<p>{escape(r.scheduler)}: {escape(r.failed)}</p>" for r in results if r.failed]
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return page(
         f"Schedules of {title}",
         f"{title} · x bound: 1 is optimal",
-        [f"<table>{body}</table>", plot(results, title)],
+        [rows, plot(results, title)],
         "\n".join(failed),
     )
 

@@ -214,27 +214,24 @@ tr + tr td { border-color: #22272f; } }
 
 
 def html(world: WorldTimeline, title: str) -> str:
-    head = ("rank", "place", "compute", "waits", "idle")
-    rows = ["".join(f"<th>{name}</th>" for name in head)]
-    rows += [
-        "".join(f"<td>{escape(x)}</td>" for x in _facts(world, ranks)) for ranks in alike(world)
-    ]
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     traced = f"{len(world.ranks)} ranks, of which {len(world.ranks_traced)} were traced"
     note = "A bubble is time in which a rank computes nothing. Ranks that do the same at the same "
     return page(
         title_of(world),
         f"{title} · {world.machine.name} · {traced}",
-        [svg(world), f"<table>{body}</table>"],
+        [svg(world), _table(world)],
         f'<p class="soft">{note}time share a lane.</p>',
     )
 
 
 def notebook_html(world: WorldTimeline) -> str:
     """What a notebook shows: the picture and the table."""
+    return notebook.picture(svg(world), title_of(world)) + _table(world)
+
+
+def _table(world: WorldTimeline) -> str:
     head = ("rank", "place", "compute", "waits", "idle")
-    found = [_facts(world, ranks) for ranks in alike(world)]
-    return notebook.picture(svg(world), title_of(world)) + notebook.table(head, found, "<<>>>")
+    return notebook.table(head, [_facts(world, ranks) for ranks in alike(world)], "<<>>>")
 
 
 def page(title: str, about: str, sections: Sequence[str], foot: str = "") -> str:

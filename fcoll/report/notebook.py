@@ -1,4 +1,4 @@
-"""Tables and pictures for notebooks: HTML that changes nothing around it."""
+"""Tables and pictures for notebooks and pages: HTML that changes nothing around it."""
 
 from __future__ import annotations
 

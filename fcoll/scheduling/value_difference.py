@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fcoll.scheduling.value_terms import Pieces, Terms
+from fcoll.scheduling.value_terms import Terms, literals, numbers
 from fcoll.scheduling.value_walk import Reading
 
 
@@ -54,7 +54,7 @@ class _Descent:
 
     def name(self, reading: Reading, term: int) -> str:
         """A node that has a value, or part of it."""
-        for t in (term, *(p.term for p in self.pieces(term))):
+        for t in (term, *(p.term for p in self.terms.pieces(term))):
             found = reading.made_of.get(t) or reading.made_by.get(t)
             if found:
                 return found
@@ -82,10 +82,6 @@ class _Descent:
         same = a[0] == b[0] == "call" and a[1] == b[1]
         return same and list(self.terms_in(one)) == list(self.terms_in(two))
 
-    def pieces(self, term: int) -> Pieces:
-        key = self.terms.keys[term]
-        return key[2] if key[0] == "value" else ()
-
     def inputs(self, one: int, two: int) -> tuple[int, int] | None:
         """The first of what two equal calls take that differs."""
         a, b = self.terms.keys[one], self.terms.keys[two]
@@ -99,11 +95,8 @@ class _Descent:
         mine, theirs = list(self.terms_in(one)), list(self.terms_in(two))
         pairs = zip(mine, theirs, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        return None if first is None or self.shape(first[0]) != self.shape(first[1]) else first
-
-    def shape(self, term: int) -> Any:
-        key = self.terms.keys[term]
-        return key[1] if key[0] == "value" else self.terms.forms[term]
+        alike = first is not None and self.terms.form(first[0]) == self.terms.form(first[1])
+        return first if alike else None
 
     def terms_in(self, term: int) -> Iterator[int]:
         """What a term takes."""
@@ -111,7 +104,7 @@ class _Descent:
         if key[0] == "value":
             yield from (piece.term for piece in key[2])
         elif key[0] == "call":
-            yield from _numbers(key[-2:] if isinstance(key[-2], tuple) else key[-1:])
+            yield from numbers(key[-2:] if isinstance(key[-2], tuple) else key[-1:])
         elif key[0] in ("item", "written"):
             yield key[1]
         elif key[0] == "written into":
@@ -123,12 +116,11 @@ class _Descent:
             yield from (t for t, _ in key[-1])
 
     def show(self, term: int, reading: Reading) -> str:
-        pieces = self.pieces(term)
         if self.terms.keys[term][0] == "uninitialized":
             return "memory that nobody has written to"
-        if not pieces:
+        if self.terms.keys[term][0] != "value":
             return self.name(reading, term) or self.name(self.before, term) or "another value"
-        shown = []
+        pieces, shown = self.terms.pieces(term), []
         for piece in pieces[:3]:
             end = piece.begin + piece.size
             name = self.show(piece.term, reading)
@@ -136,22 +128,7 @@ class _Descent:
         return ", ".join(shown) + (", ..." if len(pieces) > 3 else "")
 
 
-def _numbers(value: Any) -> Iterator[int]:
-    """The terms among arguments: their literals are pairs of texts."""
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, tuple):
-        for x in value:
-            yield from _numbers(x)
-
-
 def _literals(descent: _Descent, term: int) -> Any:
     """The arguments of a call without the values that it takes."""
     key = descent.terms.keys[term]
-    return _without(key[-2:]) if key[0] == "call" else len(key)
-
-
-def _without(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_without(x) for x in value)
-    return None if isinstance(value, int) else value
+    return literals(key[-2:]) if key[0] == "call" else len(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -74,6 +75,7 @@ def form_of(val: Any) -> tuple[Shape | None, Dtype]:
     return tuple(val.shape) if known else None, dtype_of(val.dtype)
 
 
+@cache
 def dtype_of(given: dtype) -> Dtype:
     return str(given), given.itemsize
 
@@ -348,6 +350,11 @@ _BY_OP: dict[Callable[[Any, Node], Any], Iterable[str]] = {
     _copied_in: ["fsdp.all_gather_copy_in.default"],
     _bucket_to_gather: ["bucketing._pre_bucket_all_gather.default"],
     _bucket_to_scatter: ["bucketing._pre_bucket_reduce_scatter.default"],
+}
+#: They cut or join each row, so that there may be too many.
+OF_ROWS = {
+    *("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "aten.split.Tensor"),
+    *("aten.split_with_sizes.default", "aten.cat.default"),
 }
 #: They have a view's schema but may copy.
 MAY_COPY = {

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Piece(NamedTuple):
@@ -32,12 +36,13 @@ class Terms:
     def __init__(self) -> None:
         self.keys: list[tuple[Any, ...]] = []
         self.forms: list[Any] = []  # shape and dtype of each that is a whole value
-        self._number: dict[tuple[Any, ...], int] = {}
+        self.number: dict[tuple[Any, ...], int] = {}
+        self.parts: dict[int, Pieces] = {}  # of other terms, which a term's value is made of
 
     def of(self, *key: Any, form: Any = None) -> int:
-        found = self._number.get(key)
+        found = self.number.get(key)
         if found is None:
-            found = self._number[key] = len(self.keys)
+            found = self.number[key] = len(self.keys)
             self.keys.append(key)
             self.forms.append(form)
         return found
@@ -47,6 +52,25 @@ class Terms:
         if len(pieces) == 1 and pieces[0].begin == 0 and self.forms[pieces[0].term] == form:
             return pieces[0].term
         return self.of("value", form, pieces)
+
+    def form(self, term: int) -> Any:
+        """Shape and dtype of a value; (None, "") where they are not known."""
+        key = self.keys[term]
+        return (key[1] if key[0] == "value" else self.forms[term]) or (None, "")
+
+    def pieces(self, term: int) -> Pieces:
+        """What a value is made of: itself, if it is no value of other terms' bytes."""
+        key = self.keys[term]
+        return key[2] if key[0] == "value" else (Piece(term, 0, self.size(term)),)
+
+    def given(self, term: int, size: int) -> Pieces:
+        """What a call gives: so many bytes of its own, or parts of other terms."""
+        return self.parts.get(term) or (Piece(term, 0, size),)
+
+    def size(self, term: int) -> int:
+        """In bytes; of a shape that is not known, one: such a value is never cut."""
+        shape, dtype = self.form(term)
+        return 1 if shape is None else prod(shape) * _item_bytes(dtype)
 
     # -- what collectives make of bytes ---
 
@@ -75,6 +99,27 @@ class Terms:
             made.append(Piece(self.of(*head, of), first, end - at))
             at = end
         return joined(made)
+
+
+@cache
+def _item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype.removeprefix("torch.")).itemsize) if dtype else 1
+
+
+def numbers(key: Any) -> Iterator[int]:
+    """The terms among arguments: their literals are pairs of texts."""
+    if isinstance(key, int):
+        yield key
+    elif isinstance(key, tuple):
+        for x in key:
+            yield from numbers(x)
+
+
+def literals(key: Any) -> Any:
+    """Arguments without the terms among them."""
+    if isinstance(key, tuple):
+        return tuple(literals(x) for x in key)
+    return None if isinstance(key, int) else key
 
 
 def joined(pieces: Iterable[Piece]) -> Pieces:

@@ -7,18 +7,20 @@ its start to its wait nothing may read what a collective gives, or write to what
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fcoll.graph import _torch
+from fcoll.graph.issued import SPLITS
 from fcoll.graph.nodes import arguments, effect_of, row_of_node
 from fcoll.scheduling.value_moves import (
     MAY_COPY,
     MOVES,
+    OF_ROWS,
     Storage,
     Unsure,
     Value,
@@ -27,7 +29,9 @@ from fcoll.scheduling.value_moves import (
     nbytes,
     whole,
 )
+from fcoll.scheduling.value_parts import Wholes
 from fcoll.scheduling.value_terms import Piece, Pieces, Terms, joined, replaced, taken
+from fcoll.table.exchange import ALL_TO_ALL_SINGLE
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR, BROADCAST
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 from fcoll.table.row import Collective
@@ -61,17 +65,22 @@ class Reading:
     events: list[Event]
     made_by: dict[int, str]  # the name of the first node that has a term
     made_of: dict[int, str]  # ... of the first that issues a collective's pieces
+    count: int  # of the terms by then
+    shared: set[tuple[str, str]]  # results that lie in the same memory
+    term_of: Callable[[str], int | None]  # what the node of a tensor has at the end
 
 
-def read(graph: Graph, terms: Terms) -> Reading:
-    """Raises Wrong where memory is used that is in flight, or a value before it is made, Unsure
-    where it cannot be told."""
-    return _Walk(graph, terms).run()
+def read(nodes: Iterable[Node], terms: Terms, wholes: Wholes | None = None) -> Reading:
+    """Nodes in the order in which they run. ``wholes`` are the calls of the graph that this one is
+    compared with: what is done in parts here is taken for parts of what they give. Raises Wrong
+    where memory is used that is in flight, or a value before it is made, Unsure where it cannot be
+    told."""
+    return _Walk(nodes, terms, wholes).run()
 
 
 class _Walk:
-    def __init__(self, graph: Graph, terms: Terms) -> None:
-        self.graph, self.terms = graph, terms
+    def __init__(self, nodes: Iterable[Node], terms: Terms, wholes: Wholes | None) -> None:
+        self.nodes, self.terms, self.wholes = list(nodes), terms, wholes
         self.env: dict[Node, Any] = {}
         self.events: list[Event] = []
         self.made_by: dict[int, str] = {}
@@ -84,7 +93,7 @@ class _Walk:
         # Graphs that were traced apart may have other names for a group: its ranks tell.
         self.groups = {
             arguments(node).get("group_name"): f"{list(group.ranks)}, {instance}"
-            for node in graph.nodes
+            for node in self.nodes
             if row_of_node(node) is not None and "group" in node.meta
             for group, instance in [node.meta["group"]]
         }
@@ -92,15 +101,16 @@ class _Walk:
 
     def run(self) -> Reading:
         results: list[tuple[str, int]] = []
+        given: list[tuple[str, Any]] = []
         last: Any = None
-        for last in self.graph.nodes:
+        for last in self.nodes:
             for needed in last.all_input_nodes:
                 if needed not in self.env:
                     text = f"{last.name} comes before {needed.name}, which it takes"
                     raise Wrong(text, last, needed)
             if last.op == "output":
-                leaves = _leaves(last.args)
-                results = [(f"result {i}", self.key(x, last)) for i, x in enumerate(leaves)]
+                given = [(f"result {i}", x) for i, x in enumerate(_leaves(last.args))]
+                results = [(name, self.key(x, last)) for name, x in given]
             else:
                 self.env[last] = self.visit(last)
         written = {
@@ -108,7 +118,15 @@ class _Walk:
             for name, value in self.inputs.items()
             if value.storage.is_written
         }
-        return Reading(results, written, self.events, self.made_by, self.made_of)
+        by_name = {node.name: value for node, value in self.env.items()}
+
+        def term_of(name: str) -> int | None:
+            value = by_name.get(name)
+            return self.whole(value, last) if isinstance(value, Value) else None
+
+        shared = _shared((name, self.env[x]) for name, x in given if isinstance(x, Node))
+        made, count = (self.made_by, self.made_of), len(self.terms.keys)
+        return Reading(results, written, self.events, *made, count, shared, term_of)
 
     # -- values ---
 
@@ -120,11 +138,19 @@ class _Walk:
         content = value.storage.content
         if value.seen_by is not None:
             base, head, form = value.seen_by
-            term = self.terms.of(
-                "call", *head, (self.whole(base, node),), form=(form[0], form[1][0])
-            )
-            content = (Piece(term, 0, nbytes(*form)),)
+            key = ("call", *head, (self.whole(base, node),))
+            content = self.terms.given(self.term(key, form), nbytes(*form))
+        if len(content) == 1 and value.ranges == ((0, content[0].size),):
+            return content
         return joined(Piece(*p) for p in taken(content, value.ranges))
+
+    def term(self, key: tuple[Any, ...], form: Any, op: Any = None) -> int:
+        """Of a call; a new one may give a part of what a call of the other graph does."""
+        if self.wholes is not None and key not in self.terms.number:
+            parts = self.wholes.part(key, (form[0], form[1][0]), op)
+            if parts is not None:
+                self.terms.parts[self.terms.of(*key)] = parts
+        return self.terms.of(*key, form=(form[0], form[1][0]))
 
     def whole(self, value: Value, node: Node) -> int:
         return self.terms.value(self.pieces(value, node), value.form)
@@ -150,7 +176,7 @@ class _Walk:
         shape, dtype = form_of(val)
         self.terms.forms[term] = self.terms.forms[term] or (shape, dtype[0])
         self.made_by.setdefault(term, node.name)
-        return whole((Piece(term, 0, nbytes(shape, dtype)),), shape, dtype)
+        return whole(self.terms.given(term, nbytes(shape, dtype)), shape, dtype)
 
     def write(self, value: Value, pieces: Pieces, node: Node) -> None:
         storage = value.storage
@@ -195,9 +221,20 @@ class _Walk:
             return self.barrier(node, effect, row is not None)
         if node.target is operator.getitem:
             return self.item(node)
-        move = MOVES.get(str(node.target))
+        name = _torch.op_text(node.target)
+        if self.wholes is not None and name in OF_ROWS and (found := self.of_rows(node)):
+            return found
+        move = MOVES.get(name)
         found = move(self, node) if move is not None else None
         return self.call(node, effect) if found is None else found
+
+    def of_rows(self, node: Node) -> Any:
+        """What cuts or joins rows is a call where there are too many: so are parts of it then."""
+        assert self.wholes is not None
+        made = self.call(node, "")
+        first = made[0] if isinstance(made, list) else made
+        known = first.storage.fills is None and self.pieces(first, node)
+        return made if known and all(p.term < self.wholes.count for p in known) else None
 
     def input(self, node: Node, key: tuple[Any, ...]) -> Any:
         """By its position or its name."""
@@ -231,7 +268,7 @@ class _Walk:
                 raise Wrong(f"{node.name} is element {i} of {len(of)}", node)
             return of[i]
         if isinstance(of, Scalar):
-            return Scalar(self.terms.of("call", "getitem", of.term, i))
+            return Scalar(self.terms.of("call", "getitem", of.term, repr(i)))
         if isinstance(of, Value):
             return self.seen_as(of, ("getitem", repr(i)), node.meta.get("val"))
         return self.call(node, "")
@@ -247,17 +284,18 @@ class _Walk:
         drawn: tuple[Any, ...] = ()
         if effect == "random":
             self.draws += 1
-            drawn = ("draw", self.draws)
+            drawn = ("draw", str(self.draws))
         outs = _written(node)
         given = {k: v for k, v in node.kwargs.items() if k != "out"}
         head = (_name(node), *drawn)
         if not outs and (of := self.aliased(node)) is not None:
             rest = self.key([x for x in node.args if x is not of], node)
             return self.views(node, self.env[of], (*head, rest, self.key(given, node)))
-        args = self.key(node.args, node), self.key(given, node)
-        term = self.terms.of("call", *head, *args)
+        key = ("call", *head, self.key(node.args, node), self.key(given, node))
+        val = node.meta.get("val")
+        term = self.term(key, form_of(val), node.target) if self.wholes else self.terms.of(*key)
         made = self.results(node, term, outs)
-        if str(node.target) in MAY_COPY:
+        if _torch.op_text(node.target) in MAY_COPY:
             both = [made, self.env.get(node.args[0])]  # type: ignore[arg-type]
             self.copied |= {id(x.storage): node for x in both if isinstance(x, Value)}
         return made
@@ -265,7 +303,7 @@ class _Walk:
     def views(self, node: Node, of: Value, head: tuple[Any, ...]) -> Any:
         val = node.meta.get("val")
         if isinstance(val, (list, tuple)):
-            return [self.seen_as(of, (*head, i), x) for i, x in enumerate(val)]
+            return [self.seen_as(of, (*head, str(i)), x) for i, x in enumerate(val)]
         return self.seen_as(of, head, val)
 
     def results(self, node: Node, term: int, outs: Sequence[tuple[str, Any]]) -> Any:
@@ -284,7 +322,7 @@ class _Walk:
                     else:
                         part = self.terms.of("written", term, name, i, form=value.form)
                     self.made_by.setdefault(part, node.name)
-                    self.write(value, (Piece(part, 0, value.size),), node)
+                    self.write(value, self.terms.given(part, value.size), node)
                     targets.append(value)
         if targets and returned:
             several = isinstance(val, (list, tuple)) or len(targets) > 1
@@ -302,7 +340,7 @@ class _Walk:
 
     def aliased(self, node: Node) -> Node | None:
         """The argument whose memory an op's result is."""
-        if not _torch.op_is_view(node.target) or str(node.target) in MAY_COPY:
+        if not _torch.op_is_view(node.target) or _torch.op_text(node.target) in MAY_COPY:
             return None
         first = node.args[0] if node.args else None
         found = self.env.get(first) if isinstance(first, Node) else None
@@ -312,7 +350,7 @@ class _Walk:
         """A call that keeps its place; one without a schema may write to all that it takes."""
         self.barriers += 1
         args = self.key(node.args, node), self.key(node.kwargs, node)
-        term = self.terms.of("call", _name(node), "barrier", self.barriers, *args)
+        term = self.terms.of("call", _name(node), "barrier", str(self.barriers), *args)
         self.made_by.setdefault(term, node.name)
         self.events.append(Event(node, (Piece(term, 0, 1),), "", effect, is_start))
         self.made_of.setdefault(term, node.name)
@@ -389,13 +427,16 @@ class _Walk:
             how: tuple[Any, ...] = (name, group, rest.get("reduce_op"), grad, value.dtype)
             return (made := joined(self.terms.each(how, mine))), made
         if plain and name == REDUCE_SCATTER_TENSOR.name and isinstance(n, int):
-            size = value.size // n
-            parts = [tuple(Piece(*p) for p in taken(mine, [(r * size, size)])) for r in range(n)]
+            parts = self.cut_into(mine, n, value.size // n)
             head = (name, group, rest.get("reduce_op"), value.dtype)
             return (made := self.terms.combined(head, parts)), made
         if plain and name == BROADCAST.name:
             made = joined(self.terms.each((name, group, rest.get("src")), mine))
             return made, made
+        if plain and name == ALL_TO_ALL_SINGLE.name and (n := _even_parts(rest, value)):
+            sent = self.terms.combined(("sent",), self.cut_into(mine, n, value.size // n))
+            parts = [self.terms.each((name, group, str(r)), sent) for r in range(n)]
+            return joined(p for part in parts for p in part), parts[0]
         args = self.key(rest, node), self.terms.value(mine, value.form)
         val = node.meta.get("val")
         shape, dtype = form_of(val[0] if isinstance(val, (list, tuple)) and val else val)
@@ -404,8 +445,32 @@ class _Walk:
         made = (Piece(term, 0, nbytes(shape, dtype)),)
         return made, made
 
+    def cut_into(self, pieces: Pieces, n: int, size: int) -> list[Pieces]:
+        return [tuple(Piece(*p) for p in taken(pieces, [(r * size, size)])) for r in range(n)]
+
 
 # -- what is known of nodes ---
+
+
+def _shared(results: Iterable[tuple[str, Any]]) -> set[tuple[str, str]]:
+    """The pairs of results that may overlap."""
+    spans = [
+        (id(value.storage), begin, begin + size, name)
+        for name, value in results
+        if isinstance(value, Value)
+        for begin, size in (value.ranges if value.seen_by is None else _ANYWHERE)
+        if size
+    ]
+    found: set[tuple[str, str]] = set()
+    under: list[tuple[int, float, float, str]] = []  # those that the next one may begin in
+    for storage, begin, end, name in sorted(spans):
+        under = [x for x in under if x[0] == storage and x[2] > begin]
+        found |= {(min(x[3], name), max(x[3], name)) for x in under if x[3] != name}
+        under.append((storage, begin, end, name))
+    return found
+
+
+_ANYWHERE = ((0, float("inf")),)  # of a view whose places are not worked out
 
 
 def _check_place(node: Node, sent: Value, out: Value) -> None:
@@ -417,6 +482,14 @@ def _check_place(node: Node, sent: Value, out: Value) -> None:
         raise Wrong(f"{node.name} sends what is no rank's part of its result", node)
 
 
+def _even_parts(given: dict[str, Any], value: Value) -> int:
+    """Into how many equal parts an exchange cuts what it sends and what it gets; 0: not equal."""
+    sizes = [list(given.get(name) or ()) for name in SPLITS]
+    n = len(sizes[0])
+    rows = value.shape[0] if value.shape else 0
+    return n if n and all(s * n == rows for s in sizes[0]) and sizes[0] == sizes[1] else 0
+
+
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [x for part in value for x in _leaves(part)]
@@ -425,7 +498,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _name(node: Node) -> str:
     """Of the call; writing in place is another way to give the same value."""
-    return f"{node.op} {node.target}"
+    return f"{node.op} {_torch.op_text(node.target)}"
 
 
 def _written(node: Node) -> list[tuple[str, Any]]:

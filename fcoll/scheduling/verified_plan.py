@@ -25,8 +25,9 @@ from fcoll.scheduling.reuse import Reuse, without
 from fcoll.scheduling.splits import Split, split_graph
 from fcoll.scheduling.streams import freed_in_order as freed_in_order
 from fcoll.scheduling.timeline import Timeline, timeline
+from fcoll.scheduling.value_moves import Unsure
 from fcoll.scheduling.verify_changes import check_changes
-from fcoll.scheduling.verify_reuse import check_reuse
+from fcoll.scheduling.verify_graphs import Side
 from fcoll.units import show_bytes
 
 
@@ -162,7 +163,18 @@ _SAVED = (
 
 def verify_plan(plan: Plan) -> None:
     """Raise BadPlan unless the plan keeps every dependency, every wait, every group's issue order
-    and the memory cap. It runs on every plan before ``fcoll.schedule`` returns it."""
+    and the memory cap, and its graph computes what the graph that came in does. It runs on every
+    plan before ``fcoll.schedule`` returns it."""
+    source = None if plan.source is None else Side(plan.source.graph.nodes)
+    try:
+        check_plan(plan, source)
+    except Unsure as error:
+        raise BadPlan(scheduler=plan.scheduler, why=str(error)) from None
+
+
+def check_plan(plan: Plan, source: Side | None) -> None:
+    """The same, with what was read of the graph that came in, if the plan has changed it. Unsure is
+    raised where it cannot be told whether the changed graph computes the same."""
 
     def fail(why: str) -> NoReturn:
         raise BadPlan(scheduler=plan.scheduler, why=why)
@@ -170,14 +182,11 @@ def verify_plan(plan: Plan) -> None:
     cap = float("inf") if plan.cap_bytes is None else plan.cap_bytes
     verify_order.check_steps(plan.original_steps, plan.steps, fail)
     verify_order.check_memory(plan.steps, plan.held_bytes, plan.peak_bytes, cap, fail)
-    if plan.graph_module is not None:
+    if plan.graph_module is not None and source is None:
         verify_order.check_nodes(plan.graph_module, plan.order, fail)
-    if plan.graph_module is not None and plan.source is not None:
-        source = plan.source
-        if plan.reuses:
-            source = without(plan.source, plan.reuses)
-            check_reuse(plan.source, source, plan.reuses, fail)
-        check_changes(source, plan.graph_module, plan.splits, plan.buckets, fail)
+    elif plan.graph_module is not None and source is not None:
+        nodes = verify_order.nodes_in(plan.graph_module, plan.order, fail)
+        check_changes(source, nodes, plan.splits, plan.buckets, plan.reuses, fail)
 
 
 def _diff(one: Plan, other: Plan) -> str:

@@ -8,12 +8,13 @@ a bucket, and what may communicate keeps its place. On each group all ranks issu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NoReturn
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fcoll.errors import BadOption, FcollError, GraphNotProved
 from fcoll.graph.issued import collectives_of
@@ -22,6 +23,7 @@ from fcoll.graph.steps import input_bytes, steps_of
 from fcoll.scheduling import verify_order
 from fcoll.scheduling.value_difference import difference
 from fcoll.scheduling.value_moves import Unsure, Wrong
+from fcoll.scheduling.value_parts import Wholes
 from fcoll.scheduling.value_terms import Terms
 from fcoll.scheduling.value_walk import Event, Reading, read
 from fcoll.units import show_bytes
@@ -88,16 +90,18 @@ def verify(before: Given, after: Given, mesh: Any = None) -> GraphVerdict:
     """
     afters = dict(after) if isinstance(after, Mapping) else {None: after}
     missing = _ranks_of(mesh) - set(afters) if isinstance(after, Mapping) else set()
-    terms = Terms()
-    verdicts, orders = [], {}
-    known: dict[int, _Side] = {}
-    for rank, graph in afters.items():
-        given = before[rank] if isinstance(before, Mapping) else before
-        if id(given) not in known:
-            known[id(given)] = _Side(given, terms)
-        verdict, order = _compare(known[id(given)], _Side(graph, terms))
-        verdicts.append(replace(verdict, rank=rank))
-        orders[rank] = order
+    verdicts: list[GraphVerdict] = []
+    orders: dict[Any, Order] = {}
+    known: dict[int, Side] = {}
+    for rank, given in afters.items():
+        one = _graph_of(before[rank] if isinstance(before, Mapping) else before)
+        other = _graph_of(given)
+        if id(one) not in known:
+            known[id(one)] = Side(one.nodes)
+        match, orders[rank] = compare(known[id(one)], other.nodes), {}
+        if isinstance(match, Match):
+            match, orders[rank] = _proved(match, one, other)
+        verdicts.append(replace(match, rank=rank))
     worst = min(verdicts, key=lambda v: (v.equal is not False, v.equal is not None))
     if not worst:
         return worst
@@ -112,33 +116,28 @@ def verify(before: Given, after: Given, mesh: Any = None) -> GraphVerdict:
 Order = dict[str, list[tuple[int, ...]]]  # by group: which calls of the first graph, in order
 
 
-class _Side:
-    """One of the two graphs, read."""
+class Side:
+    """The first of two graphs, which is read once for all that are compared with it."""
 
-    def __init__(self, given: Given, terms: Terms) -> None:
-        self.given = graph = _graph_of(given)
-        self.terms = terms
-        self.reading: Reading | None = None
-        self.wrong: Wrong | None = None
-        self.unsure = ""
-        try:
-            self.reading = read(graph, terms)
-        except Wrong as error:
-            self.wrong = error
-        except Unsure as error:
-            self.unsure = str(error)
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes, self.terms = nodes, Terms()
 
-    def peak_bytes(self) -> int | None:
-        """Of each step on its own, without kernels that join them."""
-        module = self.given.owning_module
-        if module is None or module.graph is not self.given:
-            module = GraphModule(module or {}, self.given)
-        try:
-            names = {node.name for node in self.given.nodes}  # no step's flops are asked for
-            steps = steps_of(module, collectives_of(module), fuse=False, priced=names)
-            return verify_order.peak_of(steps, input_bytes(module))
-        except (FcollError, AttributeError, KeyError, TypeError, ValueError):
-            return None  # a graph without traced values, or with sizes that only a run knows
+    @cached_property
+    def reading(self) -> Reading:
+        return read(self.nodes, self.terms)
+
+
+def _peak_bytes(graph: Graph) -> int | None:
+    """Of each step on its own, without kernels that join them."""
+    module = graph.owning_module
+    if module is None or module.graph is not graph:
+        module = GraphModule(module or {}, graph)
+    try:
+        names = {node.name for node in graph.nodes}  # no step's flops are asked for
+        steps = steps_of(module, collectives_of(module), fuse=False, priced=names)
+        return verify_order.peak_of(steps, input_bytes(module))
+    except (FcollError, AttributeError, KeyError, TypeError, ValueError):
+        return None  # a graph without traced values, or with sizes that only a run knows
 
 
 def _graph_of(given: Given) -> Graph:
@@ -164,37 +163,69 @@ class _Refuted(Exception):
     pass
 
 
-def _compare(before: _Side, after: _Side) -> tuple[GraphVerdict, Order]:
-    if before.wrong is not None or before.unsure:
-        why = f"the first graph is not sound: {before.wrong}" if before.wrong else before.unsure
-        return GraphVerdict(None, why=why), {}
-    if after.wrong is not None:
-        return GraphVerdict(False, str(after.wrong), after.wrong.nodes), {}
-    if after.reading is None or before.reading is None:
-        return GraphVerdict(None, why=after.unsure), {}
-    a, b = before.reading, after.reading
-    verdict = _same_values(before.terms, a, b)
-    if verdict is not None:
-        return verdict, {}
-    members, verdict = _members(a.events, b.events)
-    if verdict is not None:
-        return verdict, {}
-    verdict = _effects_in_order(a.events, b.events, members)
-    if verdict is not None:
-        return verdict, {}
-    order = _orders(a.events, b.events, members)
+@dataclass(frozen=True)
+class Match:
+    """Two graphs that do the same: ``members`` are, of each event of the second one, those of the
+    first that it is: a bucket is several, a chunk is a part of one."""
+
+    before: Reading
+    after: Reading
+    members: tuple[tuple[int, ...], ...]
+    wholes: Wholes
+
+
+def compare(
+    before: Side, after: Iterable[Node], sums: Collection[str] = ()
+) -> GraphVerdict | Match:
+    """Why they do not do the same, or what in them does. ``after`` are nodes in the order in which
+    they run; ``sums`` are products over rows that may be added up chunk by chunk."""
+    try:
+        a = before.reading
+    except Wrong as error:
+        return GraphVerdict(None, why=f"the first graph is not sound: {error}")
+    except Unsure as error:
+        return GraphVerdict(None, why=str(error))
+    wholes = Wholes(before.terms, a.count, a.made_by, sums)
+    try:
+        b = read(after, before.terms, wholes)
+    except Wrong as error:
+        return GraphVerdict(False, str(error), error.nodes)
+    except Unsure as error:
+        return GraphVerdict(None, why=str(error))
+    if (verdict := _same_values(before.terms, a, b)) is not None:
+        return verdict
+    members = _members(a.events, b.events)
+    if isinstance(members, GraphVerdict):
+        return members
+    for check in (_same_memory(a, b), _effects_in_order(a.events, b.events, members)):
+        if check is not None:
+            return check
+    return Match(a, b, tuple(members), wholes)
+
+
+def _proved(match: Match, before: Graph, after: Graph) -> tuple[GraphVerdict, Order]:
+    a, b = match.before.events, match.after.events
+    order = _orders(a, b, match.members)
     changed = [
         g
         for g, calls in order.items()
         if [i for c in calls for i in c] != sorted(i for c in calls for i in c)
     ]
-    starts = [sum(e.is_start for e in side) for side in (a.events, b.events)]
+    starts = [sum(e.is_start for e in side) for side in (a, b)]
     return GraphVerdict(
         True,
         reordered=tuple(changed),
         collectives=(starts[0], starts[1]),
-        peak_bytes=(before.peak_bytes(), after.peak_bytes()),
+        peak_bytes=(_peak_bytes(before), _peak_bytes(after)),
     ), order
+
+
+def _same_memory(a: Reading, b: Reading) -> GraphVerdict | None:
+    """None if results that had memory of their own still have."""
+    for one, other in sorted(b.shared - a.shared):
+        why = f"{one} and {other} share memory now: a write to one of them is seen in both"
+        return GraphVerdict(None, why=why)
+    return None
 
 
 def _same_values(terms: Terms, a: Reading, b: Reading) -> GraphVerdict | None:
@@ -223,7 +254,7 @@ def _same_values(terms: Terms, a: Reading, b: Reading) -> GraphVerdict | None:
 
 def _members(
     before: Sequence[Event], after: Sequence[Event]
-) -> tuple[list[tuple[int, ...]], GraphVerdict | None]:
+) -> list[tuple[int, ...]] | GraphVerdict:
     """Of each event of the second graph, which of the first it is: a bucket is several, a chunk is
     a part of one."""
     exact: dict[Any, list[int]] = {}
@@ -238,7 +269,7 @@ def _members(
         mine = {same: 1.0} if same is not None else _parts(event, before, by_term)
         if mine is None:
             text = f"{event.node.name} is no collective of the first graph, nor a bucket of them"
-            return [], GraphVerdict(False, text, (event.node.name,))
+            return GraphVerdict(False, text, (event.node.name,))
         for i, part in mine.items():
             times[i] = times.get(i, 0.0) + part
         found.append(tuple(mine))
@@ -246,10 +277,10 @@ def _members(
         name, often = event.node.name, times.get(i, 0.0)
         if often > 1 + 1e-9:
             nodes = [e.node.name for e, of in zip(after, found, strict=True) if i in of]
-            return [], GraphVerdict(False, f"{name} is issued more than once", tuple(nodes))
+            return GraphVerdict(False, f"{name} is issued more than once", tuple(nodes))
         if often < 1 - 1e-9 and not any(times.get(j) for j in exact[event.cover]):
-            return [], GraphVerdict(False, f"{name} is not issued", (name,))
-    return found, None
+            return GraphVerdict(False, f"{name} is not issued", (name,))
+    return found
 
 
 def _by_term(events: Sequence[Event]) -> dict[int, list[tuple[int, int, int]]]:

@@ -108,14 +108,19 @@ def _is_wait_of(step: Step, starts: Mapping[Any, Step]) -> bool:
 # -- graphs ---
 
 
-def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> None:
-    """Every node of the graph once, behind what it takes, and with the values that it had."""
-    nodes = list(graph_module.graph.nodes)
-    by_name = {node.name: node for node in nodes}
+def nodes_in(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> list[Node]:
+    """Every node of the graph once, in this order."""
+    by_name = {node.name: node for node in graph_module.graph.nodes}
     if len(order) != len(by_name) or set(order) != by_name.keys():
         wrong = set(by_name) ^ set(order)
         fail(f"the nodes are not those of the graph: {min(wrong, default='one is there twice')}")
-    planned = [by_name[name] for name in order]
+    return [by_name[name] for name in order]
+
+
+def check_nodes(graph_module: GraphModule, order: Sequence[str], fail: Fail) -> None:
+    """Every node of the graph once, behind what it takes, and with the values that it had."""
+    nodes = list(graph_module.graph.nodes)
+    planned = nodes_in(graph_module, order, fail)
     uses = _Uses(nodes)
     done: set[Node] = set()
     for node in planned:

@@ -59,6 +59,8 @@ def test_the_same_values_in_chunks(program, k, n):
                     changed = split_graph(graph, splits)
                     assert len(starts_of(changed)) > len(starts_of(graph))
                     same_values(graph, changed, n)
+                    verdict = fcoll.verify(graph, changed)
+                    assert verdict, str(verdict)
     assert made
 
 
@@ -75,6 +77,8 @@ def test_the_same_values_of_random_programs(seed):
             except Infeasible:
                 continue
             same_values(graph, made, n)
+            verdict = fcoll.verify(graph, made)
+            assert verdict, str(verdict)
         plan = fcoll.schedule(graph, SLOW, memory_cap=None)
         same_values(graph, plan.apply(), n)
 

@@ -198,7 +198,7 @@ for _of in ("reduces", "gathers", "scatters", "mixed"):
 for _of in FUNCTIONAL:
     right("a shuffle", _of, lambda g: shuffled(g, len(g.graph.nodes)))
 for _of in NAMES:
-    right("our plan", _of, lambda g: planned(g, "overlap", splits=False))
+    right("our plan", _of, lambda g: planned(g, "overlap"))
     right("raise_comms", _of, lambda g: planned(g, "raise_comms"))
 for _of in (*FUNCTIONAL, "tp_step", "dp_step"):
     right("torch's order", _of, lambda g: planned(g, "torch"))
