@@ -22,10 +22,17 @@ from fcoll.tracing import _torch as tracing
 from fcoll.tracing._torch import replaced
 
 TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
+plain_functions = private("torch._C", "DisableTorchFunctionSubclass")
 tree_map = private("torch.utils._pytree", "tree_map")
 tree_leaves = private("torch.utils._pytree", "tree_leaves")
 tree_flatten_with_path = private("torch.utils._pytree", "tree_flatten_with_path")
 keystr = private("torch.utils._pytree", "keystr")
+
+
+def plain(x: Tensor) -> Tensor:
+    """The tensor without its class."""
+    with plain_functions():
+        return x.as_subclass(Tensor)
 
 
 def decomposition(func: Any) -> Callable[..., Any] | None:
@@ -71,7 +78,7 @@ def raw() -> Iterator[None]:
 def as_on_devices() -> Iterator[None]:
     """What torch refuses on CPUs, or does for a process and not for a rank: SyncBatchNorm, whose
     kernels are of GPUs (norm_rules.py has their meaning), and the ops of ``loss_parallel()``, which
-    are in force as long as any rank is in it."""
+    are in force as long as any rank is in it. And ``logcumsumexp``, in plain words."""
     import torch.distributed.tensor.parallel.loss as loss
 
     inside = [0]
@@ -90,9 +97,16 @@ def as_on_devices() -> Iterator[None]:
     with (
         replaced(loss, names),
         replaced(torch.nn.SyncBatchNorm, {"forward": _sync_batch_norm}),
+        replaced(torch, {"logcumsumexp": _logcumsumexp}),
+        replaced(Tensor, {"logcumsumexp": _logcumsumexp}),
         replaced(DistributedDataParallel, {"_passing_sync_batchnorm_handle": lambda *_: None}),
     ):
         yield
+
+
+def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """By what it is: torch's gradient takes the least float for the logarithm of 0."""
+    return x.exp().cumsum(dim).log()
 
 
 def _sync_batch_norm(self: Any, x: Tensor) -> Tensor:

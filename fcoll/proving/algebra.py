@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcoll.proving.tokens import place_of, token, tokens_in
 from fcoll.reductions import Reduction, fold
 
 
@@ -31,6 +32,32 @@ class Algebra:
 
     def __init__(self) -> None:
         self.uninterpreted: set[str] = set()
+        self.escaped: list[float] = []  # elements that are numbers of Python's
+
+    # -- elements as numbers of Python's, and back ---
+
+    def token(self, x: Tensor) -> float:
+        """A number for an element, of which torch takes the bits."""
+        self.escaped.append(float(x))
+        return token(len(self.escaped) - 1)
+
+    def of_token(self, value: float) -> Tensor:
+        """The element that a NaN stands for."""
+        if (found := place_of(value)) is None:
+            raise NotExact("NaN, or a value of the step that was computed with where no op sees it")
+        place, negated = found
+        x = torch.tensor(self.escaped[place], dtype=torch.float64)
+        return self.neg(x) if negated else x
+
+    def of_tokens(self, x: Tensor) -> Tensor | None:
+        """Elements, where a tensor was made of numbers that stand for some; or None."""
+        if not self.escaped or x.dtype != torch.float64 or not bool((at := tokens_in(x)).any()):
+            return None
+        done = self.lift(torch.where(at, 0.0, x)).clone()
+        done[at] = torch.stack([self.of_token(value) for value in map(float, x[at])])
+        return done
+
+    # -- the primitives ---
 
     def number(self, value: complex) -> Tensor:
         raise NotImplementedError
@@ -108,6 +135,15 @@ class Algebra:
 
     # -- made of them ---
 
+    def absolute(self, x: Tensor) -> Tensor:
+        return self.larger(x, self.neg(x))
+
+    def larger(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.pick(self.key(x) >= self.key(y), x, y)
+
+    def smaller(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.pick(self.key(x) <= self.key(y), x, y)
+
     def sub(self, x: Tensor, y: Tensor) -> Tensor:
         return self.add(x, self.neg(y))
 
@@ -158,8 +194,8 @@ class Algebra:
             "sum": self.add,
             "avg": self.add,
             "product": self.mul,
-            "max": lambda x, y: self.pick(self.key(x) >= self.key(y), x, y),
-            "min": lambda x, y: self.pick(self.key(x) <= self.key(y), x, y),
+            "max": self.larger,
+            "min": self.smaller,
         }[row.name]
         total = parts[0].clone()
         for x in parts[1:]:

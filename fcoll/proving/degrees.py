@@ -64,10 +64,14 @@ class Degrees(Algebra):
         return torch.randint(1, int(_BITS), like.shape, generator=self._random).to(torch.float64)
 
     def number(self, value: complex) -> Tensor:
+        if isinstance(value, float) and value != value:
+            return self.of_token(value)
         infinite = isinstance(value, float) and value in (float("inf"), float("-inf"))
         return torch.tensor(value if infinite else 0.0, dtype=torch.float64)
 
     def lift(self, x: Tensor) -> Tensor:
+        if (done := self.of_tokens(x)) is not None:
+            return done
         return torch.zeros(x.shape, dtype=torch.float64)
 
     def draw(self, name: str, count: int) -> Tensor:

@@ -68,9 +68,11 @@ def _mul(a: Algebra, x: Any, y: Any) -> Tensor:
 
 @rule("div")
 def _div(a: Algebra, x: Any, y: Any, rounding_mode: str | None = None) -> Tensor:
-    if rounding_mode is not None:
-        raise NotExact(f"a division that rounds ({rounding_mode})")
+    if rounding_mode == "floor":
+        return _of_counts("floor_divide", a, x, y)
     x, y = elements(a, x, y)
+    if rounding_mode == "trunc":
+        return _of_counts("trunc", a, a.div(x, y))
     return a.product(x, a.inverse(y))
 
 
@@ -129,7 +131,7 @@ RULES |= {
         "expm1": lambda a, x: a.sub(a.exp(x), a.number(1)),
         "log": lambda a, x: a.log(x),
         "log1p": lambda a, x: a.log(a.add(a.number(1), x)),
-        "abs": lambda a, x: larger(a, x, a.neg(x)),
+        "abs": lambda a, x: a.absolute(x),
         "sgn": lambda a, x: _sign(a, x),
         "sign": lambda a, x: _sign(a, x),
         "silu": lambda a, x: a.mul(x, a.sigmoid(x)),
@@ -166,9 +168,27 @@ RULES |= {name: partial(_opaque, name) for name in OPAQUE}
 RULES |= {f"{name}_backward": partial(_opaque_gradient, name) for name in OPAQUE_GRADIENTS}
 
 
-@rule("atan2", "hypot", "fmod", "remainder", "floor_divide")
-def _of_two(a: Algebra, x: Any, y: Any) -> Tensor:
-    raise NotExact("it has no rule")
+@rule("hypot")
+def _hypot(a: Algebra, x: Any, y: Any) -> Tensor:
+    x, y = elements(a, x, y)
+    return a.root(a.add(a.square(x), a.square(y)))
+
+
+def _of_counts(name: str, a: Algebra, *given: Any, **how: Any) -> Tensor:
+    """Of small integers what torch computes; uninterpreted of others."""
+    xs = torch.broadcast_tensors(*elements(a, *given))
+    if how:
+        return a.opaque(_named(name, (), how), *xs)
+    counts = [torch.where(*a.counts(x), torch.nan) for x in xs]
+    plain = getattr(torch, name)(*counts)
+    known = plain == plain.round()  # not of NaN
+    return a.pick(known, a.lift(torch.where(known, plain, 0.0)), a.opaque(name, *xs))
+
+
+RULES |= {
+    name: partial(_of_counts, name)
+    for name in ("atan2", "fmod", "remainder", "floor_divide", "floor", "ceil", "round", "trunc")
+}
 
 
 @rule("log_sigmoid_forward")
@@ -234,14 +254,6 @@ def _silu_backward(a: Algebra, grad: Any, x: Any) -> Tensor:
 # -- comparisons, by an order drawn at random ---
 
 
-def larger(a: Algebra, x: Tensor, y: Tensor) -> Tensor:
-    return a.pick(a.key(x) >= a.key(y), x, y)
-
-
-def _smaller(a: Algebra, x: Tensor, y: Tensor) -> Tensor:
-    return a.pick(a.key(x) <= a.key(y), x, y)
-
-
 def _sign(a: Algebra, x: Tensor) -> Tensor:
     signs = a.pick(a.key(x) > a.key(a.number(0)), a.number(1), a.number(-1))
     return a.pick(x == a.number(0), a.number(0), signs)
@@ -256,16 +268,22 @@ RULES |= {
     name: partial(_compare, getattr(torch, name)) for name in ("gt", "ge", "lt", "le", "eq", "ne")
 }
 RULES |= {
-    "maximum": lambda a, x, y: larger(a, *elements(a, x, y)),
-    "minimum": lambda a, x, y: _smaller(a, *elements(a, x, y)),
-    "fmax": lambda a, x, y: larger(a, *elements(a, x, y)),
-    "fmin": lambda a, x, y: _smaller(a, *elements(a, x, y)),
+    "maximum": lambda a, x, y: a.larger(*elements(a, x, y)),
+    "minimum": lambda a, x, y: a.smaller(*elements(a, x, y)),
+    "fmax": lambda a, x, y: a.larger(*elements(a, x, y)),
+    "fmin": lambda a, x, y: a.smaller(*elements(a, x, y)),
     "isnan": lambda a, x: torch.zeros_like(x, dtype=torch.bool),
     "isinf": lambda a, x: x.isinf(),
     "logical_not": lambda a, x: x == a.number(0),
     "any": lambda a, x, *args: (x != a.number(0)).any(*args),
     "all": lambda a, x, *args: (x != a.number(0)).all(*args),
 }
+
+
+@rule("hardshrink_backward", "softshrink_backward")
+def _shrink_backward(a: Algebra, grad: Any, x: Any, size: Any) -> Tensor:
+    grad, x = elements(a, grad, x)
+    return a.pick(_compare(torch.le, a, a.absolute(x), size), a.number(0), grad)
 
 
 @rule("threshold_backward")
@@ -278,8 +296,8 @@ def _clamp(a: Algebra, x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Uninterpreted, not by order: by order a wrong norm is clipped to 1 in half of the trials."""
     x = element(a, x)
     if isinstance(min, Tensor) or isinstance(max, Tensor):
-        x = x if min is None else larger(a, x, element(a, min))
-        return x if max is None else _smaller(a, x, element(a, max))
+        x = x if min is None else a.larger(x, element(a, min))
+        return x if max is None else a.smaller(x, element(a, max))
     return a.opaque(f"clamp {min} {max}", x)
 
 
@@ -315,7 +333,7 @@ def _masked_fill(a: Algebra, x: Any, mask: Tensor, value: Any) -> Tensor:
     return torch.where(mask, value, x)
 
 
-def _selected(x: Tensor, index: Tensor, dim: int, keepdim: bool) -> Tensor:
+def selected(x: Tensor, index: Tensor, dim: int, keepdim: bool) -> Tensor:
     if not x.dim():
         return x.clone()
     kept = index if keepdim else index.unsqueeze(dim)
@@ -331,7 +349,7 @@ def _extreme(choose: str, a: Algebra, x: Any, dim: Any = None, keepdim: bool = F
     if dim is None:
         return x.flatten()[getattr(torch, f"arg{choose}")(a.key(x).flatten())].clone()
     index = getattr(torch, f"arg{choose}")(a.key(x), dim, keepdim)
-    return _selected(x, index, dim, keepdim), index
+    return selected(x, index, dim, keepdim), index
 
 
 def extremes(choose: str, a: Algebra, x: Any, dim: Any = (), keepdim: bool = False) -> Tensor:

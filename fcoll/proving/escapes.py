@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcoll.proving import _torch
@@ -39,57 +40,40 @@ def _refusal(what: str) -> Refused:
     return Refused(what + (f", at {at}" if at else ""))
 
 
-class Escaped:
-    """What ``.item()`` gives for a value of the step: it can be shown, added to others and
-    returned. It is no float: what asks for one (a comparison, ``math.floor``) is refused."""
+class Escaped(Tensor):
+    """What ``.item()`` gives for a value of the step: it can be shown, computed with, compared as
+    tensors are, put into a tensor and returned. What asks for a float (``math.floor``) is refused;
+    torch, where an op takes a number, gets one that stands for it (tokens.py)."""
 
-    def __init__(self, element: Tensor, algebra: Algebra) -> None:
-        self.element, self.algebra = element, algebra
+    has_escaped = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with _torch.plain_functions():
+            out = func(*args, **(kwargs or {}))
+        if any(isinstance(x, Tensor) and not isinstance(x, Escaped) for x in args):
+            return out
+        if not isinstance(out, Tensor) or out.dim():
+            return out
+        return out.as_subclass(Escaped) if out.is_floating_point() else out.item()
 
     def __format__(self, how: str) -> str:
         return format(math.nan, how)
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:
         return "nan"
 
-    def of(self, fn: Callable[..., Tensor], *others: Any) -> Any:
-        """fn of this and other values or numbers."""
-        if not all(isinstance(x, (Escaped, int, float)) for x in others):
-            self._refuse()
-        mine = [x.element if isinstance(x, Escaped) else self.algebra.number(x) for x in others]
-        with _torch.raw():
-            return Escaped(fn(self.element, *mine), self.algebra)
-
-    def __add__(self, other: Any) -> Any:
-        return self.of(self.algebra.add, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.of(self.algebra.mul, other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self.of(self.algebra.sub, other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.of(self.algebra.div, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self.of(lambda x, y: self.algebra.sub(y, x), other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.of(lambda x, y: self.algebra.div(y, x), other)
-
-    def __neg__(self) -> Any:
-        return self.of(self.algebra.neg)
-
-    __radd__, __rmul__ = __add__, __mul__
+    def item(self) -> Any:
+        return self
 
     def _refuse(self, *_: Any) -> Any:
         raise _refusal(".item(): a value of the step is used as a number of Python's")
 
 
 _REFUSED = """
-    floordiv rfloordiv mod rmod pow rpow abs lt le gt ge eq ne bool int round trunc floor ceil
-    float index
+    floordiv rfloordiv mod rmod bool int round trunc floor ceil float index len iter getitem
 """
 for _name in _REFUSED.split():
     setattr(Escaped, f"__{_name}__", Escaped._refuse)
@@ -102,16 +86,50 @@ class Known(float):
 def _of_math(name: str) -> Callable[..., Any]:
     """math's functions of values of the step, which are finite."""
     original = getattr(math, name)
-    meaning: Callable[[Escaped], Any] = {
-        "isfinite": lambda x: True,
-        "isnan": lambda x: False,
-        "isinf": lambda x: False,
-        "exp": lambda x: x.of(x.algebra.exp),
-        "sqrt": lambda x: x.of(x.algebra.root),
-    }[name]
+    meaning = _OF_MATH[name]
     return lambda *args: (
         meaning(args[0]) if args and isinstance(args[0], Escaped) else original(*args)
     )
+
+
+_OF_MATH: dict[str, Callable[[Escaped], Any]] = {
+    "isfinite": lambda x: True,
+    "isnan": lambda x: False,
+    "isinf": lambda x: False,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+}
+
+
+def _taking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.tensor, which asks what is in its lists for floats."""
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = current()
+        if mode is None or not _escaped_in(data):
+            return original(data, *args, **kwargs)
+        dtype = kwargs.get("dtype")
+        if dtype is None or dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        return original(_with_tokens(data, mode.algebra), *args, **kwargs)
+
+    return tensor
+
+
+def _escaped_in(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(map(_escaped_in, data))
+    return isinstance(data, Escaped)
+
+
+def _with_tokens(data: Any, algebra: Algebra) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_with_tokens(x, algebra) for x in data]
+    if not isinstance(data, Escaped):
+        return data
+    with _torch.raw():
+        return algebra.token(_torch.plain(data))
 
 
 @contextmanager
@@ -127,7 +145,10 @@ def no_escapes() -> Iterator[None]:
         with _torch.raw():
             element = _torch.local_of(whole).detach().reshape(()).clone()
             known = mode.algebra.constant(float(originals["item"](element)))
-        return Escaped(element, mode.algebra) if known is None else Known(known)
+        if known is not None:
+            return Known(known)
+        mode.has_escaped = True
+        return element.as_subclass(Escaped)
 
     def refused(name: str) -> Callable[..., Any]:
         def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -142,9 +163,9 @@ def no_escapes() -> Iterator[None]:
     with (
         replaced(Tensor, {"item": item, **reads}),
         replaced(math, {name: _of_math(name) for name in _OF_MATH}),
+        replaced(torch, {name: _taking(getattr(torch, name)) for name in ("tensor", "as_tensor")}),
     ):
         yield
 
 
 _READS: Sequence[str] = ("tolist", "numpy", "__array__", "__dlpack__")
-_OF_MATH: Sequence[str] = ("isfinite", "isnan", "isinf", "exp", "sqrt")

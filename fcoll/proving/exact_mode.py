@@ -12,16 +12,20 @@ from fcoll.graph._torch import op_is_random
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, NotExact, Unlucky
 from fcoll.proving.complex_rules import COMPLEX_RULES, packed, parts, resolved
+from fcoll.proving.indexed_rules import RULES  # all of them
 from fcoll.proving.lists import ELEMENTWISE, joined, parted
-from fcoll.proving.movement import MOVES, NAMESPACES, SILENT, UNINITIALIZED
+from fcoll.proving.movement import MOVES, NAMESPACES, OF_NUMBERS, SILENT, UNINITIALIZED
 from fcoll.proving.norm_rules import WRITES
 from fcoll.proving.optimizer_rules import FUSED
-from fcoll.proving.pooling_rules import RULES  # all of them
 from fcoll.source import user_line
 
 _FLOATS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN = frozenset(_FLOATS)
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _META = torch.device("meta")  # sizes without elements
+
+
+AS_A_NUMBER = "a value of the step is used as a number of Python's"
 
 
 class Refused(Exception):
@@ -44,6 +48,14 @@ def _floats_in(args: Any) -> Iterator[Tensor]:
 def _is_marked(floats: list[Tensor]) -> bool:
     """By torch, as the conjugate or the negative of what it holds: views of complex numbers."""
     return any([x.is_neg() or (x.is_complex() and x.is_conj()) for x in floats])
+
+
+def _is_nan(x: Any) -> bool:
+    return isinstance(x, float) and x != x
+
+
+def _plain(x: Tensor) -> Tensor:
+    return _torch.plain(x) if getattr(x, "has_escaped", False) else x
 
 
 def _is_single(x: Any) -> bool:
@@ -110,12 +122,15 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         self.algebra, self.rank, self.allow, self.label = algebra, rank, allow, label
         self.parameters: dict[int, str] = {}  # by the address of their elements
         self.lines: dict[str, str] = {}  # where each was first used
+        self.has_escaped = False  # are there values of .item() in the step?
         self._made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _PLAIN.issuperset(types):  # a DTensor's local parts come later
             return func(*args, **(kwargs or {})) if _torch.FakeTensor in types else NotImplemented
         kwargs = kwargs or {}
+        if self.has_escaped and func is not _ITEM:
+            args, kwargs = self._each_float(args, kwargs, _plain)
         floats = list(_floats_in(args))
         if kwargs:
             floats.extend(_floats_in(kwargs.values()))
@@ -142,6 +157,8 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
 
     def _run(self, func: Any, args: Any, kwargs: Any, floats: list[Tensor]) -> Any:
         namespace, name, _ = _torch.name_of(func)
+        if self.algebra.escaped and any(map(_is_nan, _each((*args, *kwargs.values())))):
+            self._check_numbers(func, args, kwargs, bool(floats))
         if namespace in SILENT:
             return func(*args, **kwargs)
         if name not in ("_conj", "_neg_view") and _is_marked(floats):
@@ -176,6 +193,13 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         if written:
             return self._written(func, base, args, kwargs, written)
         return self._value(func, base, args, kwargs)
+
+    def _check_numbers(self, func: Any, args: Any, kwargs: Any, has_floats: bool) -> None:
+        """A number may be a value of the step (tokens.py) where a rule computes with it."""
+        name = _torch.name_of(func)[1].removeprefix("_foreach_").removesuffix("_")
+        takes = name in OF_NUMBERS and _makes_wide(kwargs)
+        if not takes or not (has_floats or self._makes_floats(func, args, kwargs)):
+            raise NotExact(AS_A_NUMBER)
 
     def _value(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         values = (*_each(args), *_each(kwargs.values()))
@@ -220,7 +244,9 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
                     args, kwargs, lambda x: torch.tensor(floats[id(x)], dtype=torch.float64)
                 )
                 named = {k: _wide(v) for k, v in named.items()}
-                self.algebra.note(float(out.detach()), float(func(*plain, **named)))
+                value = float(func(*plain, **named))
+                if not _is_nan(value):  # of a number that is a value of the step
+                    self.algebra.note(float(out.detach()), value)
 
     def _written(self, func: Any, base: str, args: Any, kwargs: Any, written: Any) -> Any:
         """add_(x, y) is x.copy_(add(x, y)); so are forms with out=."""
@@ -231,16 +257,27 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         for out, value in zip(outs, values, strict=True):
             if out.shape != value.shape and out.numel() == 0:
                 out.resize_(value.shape)
-            out.copy_(value)
+            out.copy_(self._as_written(value, out))
         return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _as_written(self, value: Tensor, out: Tensor) -> Tensor:
+        if _is_float(out) or not _is_float(value):
+            return value
+        return value != 0 if out.dtype == torch.bool else as_integers(self.algebra, value)
 
     def _foreach(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Lists: the op without the prefix, for each."""
         name = _torch.name_of(func)[1].removeprefix("_foreach_")
-        base, n = name.removesuffix("_"), len(args[0])
+        base, n = name.removesuffix("_"), next(len(x) for x in args if isinstance(x, (list, tuple)))
         if base not in RULES and getattr(torch.ops.aten, name, None) is None:
             raise NotExact("it has no rule in exact arithmetic")
-        if base in ELEMENTWISE and n > 1 and (flat := joined(args, kwargs)) is not None:
+        steps = all(map(_is_single, args[0])) if isinstance(args[0], (list, tuple)) else True
+        if (
+            base in ELEMENTWISE
+            and n > 1
+            and not steps
+            and (flat := joined(args, kwargs)) is not None
+        ):
             with torch.no_grad():
                 done = parted(self.algebra.applied(RULES[base], base, flat, {}), args[0])
                 if not name.endswith("_"):
@@ -260,6 +297,7 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
                 return getattr(torch.ops.aten, name)(*mine, **named)
         with torch.no_grad():  # a rule, and not the op, which makes tensors of numbers
             value = self.algebra.applied(RULES[base], base, mine, named)
+        self._note_constant(getattr(torch.ops.aten, base, None), mine, named, value)
         return mine[0].copy_(value) if name.endswith("_") else value
 
     # -- floats that are no elements yet ---
@@ -382,12 +420,16 @@ def _view_dtype(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
 def _item(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if x.is_complex():
-        raise NotExact("a value of the step is used as a number of Python's")
+        raise NotExact(AS_A_NUMBER)
     if not x.is_floating_point():
         return func(x)
-    found = mode.algebra.constant(float(func(x)))
+    found = mode.algebra.constant(float(func(_torch.plain(x))))
+    if found is None and getattr(
+        x, "has_escaped", False
+    ):  # asked by torch, for an op that takes a number
+        return mode.algebra.token(_torch.plain(x))
     if found is None:
-        raise NotExact("a value of the step is used as a number of Python's")
+        raise NotExact(AS_A_NUMBER)
     return found
 
 

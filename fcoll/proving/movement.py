@@ -17,13 +17,20 @@ _MOVES = """
     masked_select _pin_memory record_stream reflection_pad1d reflection_pad2d
     reflection_pad3d replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d
     upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d
+    _upsample_nearest_exact3d _pack_padded_sequence _pack_padded_sequence_backward
 """
 MOVES = frozenset(_MOVES.split())
 
 UNINITIALIZED = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 )
+
+#: Ops whose rules take numbers as elements, so that they may be values of the step.
+_OF_NUMBERS = """
+    add sub rsub mul div addcmul addcdiv lerp where masked_fill fill full full_like new_full
+    scalar_tensor gt ge lt le eq ne maximum minimum
+"""
+OF_NUMBERS = frozenset(_OF_NUMBERS.split())
 
 #: Namespaces of ops that exchange elements, or that ask and note: a reduction inside them folds by
 #: the algebra (``simulate_ranks(arithmetic=)``).

@@ -1,4 +1,5 @@
-"""What is special about optimizers: fused ones as torch's plain loops, and cuts around their steps.
+"""What is special about optimizers: fused ones and gradient scalers in plain words, and cuts around
+their steps.
 
 A cut replaces gradients before a step, and parameters and states after it, by uninterpreted
 functions of themselves, in both programs, so that degrees start anew: equal for every function is
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fcoll.proving import _torch
-from fcoll.proving.algebra import Algebra, NotExact
+from fcoll.proving.algebra import Algebra
 
 
 def _adam(
@@ -33,19 +34,20 @@ def _adam(
     if how["amsgrad"]:
         square = most.copy_(torch.maximum(most, square))
     below = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(how["eps"])
-    param.addcdiv_(mean, below, value=-(lr / (1 - beta1**step)))
+    param.sub_(mean / below * (lr / (1 - beta1**step)))
 
 
 def _fused_adam(decoupled: bool, *lists: Any, **how: Any) -> None:
     params, grads, means, squares, mosts, steps = lists
-    how = _without_scaler(how, decoupled=decoupled)
+    grads = _unscaled(grads, how)
+    how["decoupled"] = decoupled
     for i, param in enumerate(params):
         most = mosts[i] if mosts else None
         _adam(param, grads[i], means[i], squares[i], most, int(steps[i].item()), **how)
 
 
 def _fused_sgd(params: Any, grads: Any, buffers: Any, **how: Any) -> None:
-    how = _without_scaler(how)
+    grads = _unscaled(grads, how)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         grad = -grad if how["maximize"] else grad
         if how["weight_decay"]:
@@ -57,11 +59,11 @@ def _fused_sgd(params: Any, grads: Any, buffers: Any, **how: Any) -> None:
                 buffers[i].mul_(how["momentum"]).add_(grad, alpha=1 - how["dampening"])
             nesterov = how["nesterov"]
             grad = grad.add(buffers[i], alpha=how["momentum"]) if nesterov else buffers[i]
-        param.add_(grad, alpha=-how["lr"])
+        param.sub_(grad * how["lr"])
 
 
 def _fused_adagrad(params: Any, grads: Any, sums: Any, steps: Any, **how: Any) -> None:
-    how = _without_scaler(how)
+    grads = _unscaled(grads, how)
     for param, grad, total, step in zip(params, grads, sums, steps, strict=True):
         grad = -grad if how["maximize"] else grad
         if how["weight_decay"]:
@@ -71,17 +73,39 @@ def _fused_adagrad(params: Any, grads: Any, sums: Any, steps: Any, **how: Any) -
         param.addcdiv_(grad, total.sqrt().add_(how["eps"]), value=-rate)
 
 
-def _without_scaler(how: dict[str, Any], **more: Any) -> dict[str, Any]:
-    if how.get("grad_scale") is not None or isinstance(how["lr"], Tensor):
-        raise NotExact("gradients scaled by a tensor, or a learning rate that is one")
-    return {**how, **more}
+def _unscaled(grads: Any, how: dict[str, Any]) -> Any:
+    """Of a GradScaler, which the op divides by. Elements are finite: none is left out."""
+    scale = how.get("grad_scale")
+    if scale is None:
+        return grads
+    for grad in grads:
+        grad.div_(scale)
+    return grads
 
 
-FUSED: dict[str, Callable[..., None]] = {
+def _unscale(grads: Any, found_inf: Tensor, inverse_scale: Tensor) -> None:
+    for grad in grads:
+        grad.mul_(inverse_scale)
+
+
+def _update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """Grows after so many steps, all of which had finite gradients."""
+    tracker.add_(1)
+    if int(tracker.item()) == interval:
+        scale.mul_(growth)
+        tracker.zero_()
+    return scale
+
+
+FUSED: dict[str, Callable[..., Any]] = {
     "_fused_adam_": lambda *lists, **how: _fused_adam(False, *lists, **how),
     "_fused_adamw_": lambda *lists, **how: _fused_adam(True, *lists, **how),
     "_fused_sgd_": _fused_sgd,
     "_fused_adagrad_": _fused_adagrad,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "_amp_update_scale_": _update_scale,
 }
 
 

@@ -19,7 +19,7 @@ from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
-from fcoll.proving.escapes import Escaped, Known, active, current, no_escapes
+from fcoll.proving.escapes import Known, active, current, no_escapes
 from fcoll.proving.exact_mode import Exact, Refused, Wide
 from fcoll.proving.module_outputs import ModuleValues, watched
 from fcoll.proving.optimizer_rules import cut_around_steps
@@ -338,12 +338,12 @@ def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None
 
 def _number(x: Any, algebra: Algebra) -> Tensor | None:
     """A number or numbers that the step returns, as elements."""
-    if isinstance(x, Escaped):
-        return x.element
+    if isinstance(x, float) and x != x:
+        raise Refused("the step returns NaN, or a value that was computed with where no op sees it")
     if isinstance(x, (int, Known)):
         return algebra.number(float(x))
     if not isinstance(x, Tensor):
         return None
     whole = x.full_tensor() if hasattr(x, "full_tensor") else x
     with _torch.raw():
-        return as_elements(_torch.local_of(whole).detach(), algebra)
+        return as_elements(_torch.plain(_torch.local_of(whole)).detach(), algebra)

@@ -47,10 +47,11 @@ class Ring(Algebra):
         self._roots = KnownValues()  # of each its square
         self._logs = KnownValues()  # of each the root of unity that exp restores
         self._cuts = KnownValues()  # of each what it was
+        self._above = KnownValues()  # 0: absolute values, and sums and products of them
+        self._positive: set[float] = set()  # residues of the program's numbers
         self._numbers: dict[float, float] = {}  # what elements of constants stand for
         self._results = KnownResults()  # of rules: ranks hold copies
         self._residues: dict[float, float] = {}  # of the program's numbers
-        self._zero_key = random.Random(f"{seed}/zero").randrange(2**50, 2**51)
         self.took_log = self.took_sigmoid_of_log = False
 
     @property
@@ -85,10 +86,12 @@ class Ring(Algebra):
         if isinstance(value, complex):
             raise NotExact("a complex number")
         if math.isnan(value):
-            raise NotExact("NaN")
+            return self.of_token(value)
         if value not in self._residues:
             done = self.residue(value) if math.isfinite(value) else value
             self._residues[value] = float(done)
+            if value > 0:
+                self._positive.add(float(done))
         return torch.tensor(self._residues[value], dtype=torch.float64)
 
     def residue(self, value: float) -> int:
@@ -128,6 +131,8 @@ class Ring(Algebra):
         """Floats and integers as the dyadic rationals that they are."""
         if not x.is_floating_point():
             return _mod_signed(x.to(torch.int64), self.N).to(torch.float64)
+        if (done := self.of_tokens(x)) is not None:
+            return done
         x = x.to(torch.float64)
         mantissa, exponent = torch.frexp(torch.where(x.isfinite(), x, 0.0))
         whole = mantissa * 2.0**53  # an integer below 2^53
@@ -173,6 +178,8 @@ class Ring(Algebra):
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         total = self._add(x, y)
+        if self._above:
+            self._note_if_above(total, x, y)
         if self._logs:
             (x_known, x_unit), (y_known, y_unit) = self._logs.find(x), self._logs.find(y)
             if bool(x_known.any()) or bool(y_known.any()):
@@ -231,6 +238,8 @@ class Ring(Algebra):
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """A root times a number is the root of another: DTensor's norms are such."""
         done = super().product(x, y)
+        if self._above:
+            self._note_if_above(done, x, y)
         if not self._roots:
             return done
         if x.numel() != y.numel() and 1 in (x.numel(), y.numel()):
@@ -342,13 +351,41 @@ class Ring(Algebra):
         return self._hash(name, *args)
 
     def key(self, x: Tensor) -> Tensor:
-        """Numbers that order the residues, in an order drawn at random. Small integers, which count
-        something, lie together in their own."""
+        """Numbers that order the residues, in an order drawn at random, in which -x lies as far on
+        the other side of 0 as x. Small integers have their own; of the others, half lie between
+        -1 and 1, half beyond all integers."""
         _check_whole(x)
-        mixed = (self._mixed("order", x) & (2**52 - 1)).to(torch.float64)
         known, number = self.counts(x)
-        mixed = torch.where(known, self._zero_key + number, mixed)
-        return torch.where(x.isfinite(), mixed, x)
+        size = torch.minimum(x, self.N - x)
+        mixed = self._mixed("order", size)
+        key = (mixed & (2**52 - 1)).to(torch.float64)
+        key = torch.where(mixed & 2**60 > 0, 2 * _SMALL + key, (key + 1) / (2**52 + 2))
+        key = torch.where((mixed & 2**61 > 0) == (x == size), key, -key)
+        if self._above:
+            key = torch.where(self._above.find(x)[0], key.abs(), key)
+        return torch.where(x.isfinite(), torch.where(known, number, key), x)
+
+    def absolute(self, x: Tensor) -> Tensor:
+        done = super().absolute(x)
+        self._note_above(done)
+        return done
+
+    def _note_above(self, x: Tensor) -> None:
+        x = x[~self.counts(x)[0]]
+        self._above.add(x, x)
+
+    def _note_if_above(self, done: Tensor, x: Tensor, y: Tensor) -> None:
+        """Sums and products of absolute values and of the program's positive numbers."""
+        mine, others = self._is_above(x), self._is_above(y)
+        if mine is not None and others is not None:
+            self._note_above(done[(mine & others).expand(done.shape)])
+
+    def _is_above(self, x: Tensor) -> Tensor | None:
+        """None if no element is known to be."""
+        if not x.dim() and float(x) in self._positive:
+            return torch.ones((), dtype=torch.bool)
+        known = self._above.find(x)[0]
+        return known if bool(known.any()) else None
 
     def cut(self, x: Tensor) -> Tensor:
         _check_whole(x)

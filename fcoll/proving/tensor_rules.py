@@ -21,7 +21,6 @@ from fcoll.proving.elementwise_rules import (
     element,
     elements,
     extremes,
-    larger,
     rule,
 )
 
@@ -78,9 +77,9 @@ def _norm(
 ) -> Tensor:
     x = element(a, x)
     if ord == float("inf"):
-        return extremes("max", a, larger(a, x, a.neg(x)), dims_of(x, dim), keepdim)
+        return extremes("max", a, a.absolute(x), dims_of(x, dim), keepdim)
     if ord == 1:
-        return a.total(larger(a, x, a.neg(x)), dims_of(x, dim), keepdim)
+        return a.total(a.absolute(x), dims_of(x, dim), keepdim)
     if ord not in (2, None):
         raise NotExact(f"a norm of order {ord}")
     return a.root(a.total(a.square(x), dims_of(x, dim), keepdim))
@@ -148,10 +147,10 @@ def _index_put(
 ) -> Tensor:
     x, values = elements(a, x, values)
     if not accumulate:
-        return x.index_put(tuple(indices), values)
+        return torch.ops.aten.index_put(x, indices, values)
     zero = torch.zeros_like(x)
     shape = zero[tuple(slice(None) if i is None else i for i in indices)].shape
-    put = lambda d: zero.index_put(tuple(indices), d, accumulate=True)  # noqa: E731
+    put = lambda d: torch.ops.aten.index_put(zero, indices, d, True)  # noqa: E731
     return a.add(x, a.linear(put, values.expand(shape), max(values.numel(), 1)))
 
 
@@ -159,9 +158,10 @@ def _index_put(
 def _embedding_backward(
     a: Algebra, grad: Any, index: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> Tensor:
-    if by_frequency:
-        raise NotExact("scale_grad_by_freq")
     flat = element(a, grad).reshape(index.numel(), -1)
+    if by_frequency:
+        counts = torch.bincount(index.flatten())[index.flatten()]
+        flat = a.div(flat, a.lift(counts.unsqueeze(1)))
     zero = torch.zeros(rows, flat.shape[1], dtype=torch.float64)
     used = (index.flatten() != padding).unsqueeze(1)
     flat = torch.where(used, flat, 0.0)
@@ -213,6 +213,13 @@ RULES |= {
     name: partial(_with_product, inner)
     for name, inner in {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}.items()
 }
+
+
+@rule("addbmm")
+def _addbmm(a: Algebra, z: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """The sum of all products: one of matrices that stand side by side."""
+    x, y = elements(a, x, y)
+    return RULES["addmm"](a, z, x.permute(1, 0, 2).flatten(1), y.flatten(0, 1), beta, alpha)
 
 
 @rule("convolution")

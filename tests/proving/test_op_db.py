@@ -25,7 +25,8 @@ from fcoll.proving.ring import Ring
 _OTHERS = """
     exp expm1 log log1p xlogy logsumexp logaddexp _softmax _safe_softmax _log_softmax max min
     amax amin argmax argmin topk sort maximum minimum fmax fmin gt ge lt le abs sgn sign
-    clamp clamp_min clamp_max norm linalg_vector_norm prod
+    clamp clamp_min clamp_max norm linalg_vector_norm prod kthvalue median cummax cummin
+    scatter_reduce index_reduce hypot _cdist_forward
 """
 _COMPOSED = """
     nn.functional.linear nn.functional.bilinear nn.functional.mse_loss nn.functional.conv1d

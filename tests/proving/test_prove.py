@@ -204,14 +204,13 @@ def plain(body, **kwargs):
 REFUSED = {
     "tolist": lambda x, w: (x * w).sum() + sum((x * w).tolist()),
     "numpy": lambda x, w: (x * w).sum() * float((x * w).detach().numpy()[0]),
-    "item": lambda x, w: (x * w).sum() * (x * w).sum().item(),
+    "item": lambda x, w: (x * w).sum() * int((x * w).sum().item()),
     "_local_scalar_dense": lambda x, w: (x * w).sum() * float((x * w).sum()),
     "bits": lambda x, w: (x * w).sum() + (x * w).detach().view(torch.int64).sum(),
     "random": lambda x, w: F.dropout(x * w, 0.5).sum(),
     "complex": lambda x, w: torch.view_as_complex((x * w).view(2, 2)).angle().sum(),
     "int": lambda x, w: (x * w).sum() * (x * w).detach().long().sum(),
     "fft": lambda x, w: torch.fft.rfft(x * w).abs().sum(),
-    "round": lambda x, w: (x * w).round().sum() + (x * w).sum(),
     "division by zero": lambda x, w: (w / (x - x)).sum(),
 }
 
@@ -230,6 +229,9 @@ TAKEN = {
     "complex": lambda x, w: torch.view_as_complex((x * w).view(2, 2)).real.sum(),
     "printed": lambda x, w: (x * w).sum() + 0 * len(f"{(x * w).sum().item():.3f}"),
     "a constant": lambda x, w: (x * w).sum() / torch.tensor(4.0).item(),
+    "item": lambda x, w: (x * w).sum() * (x * w).sum().item(),
+    "rounded": lambda x, w: (x * w).round().sum() + (x * w).sum(),
+    "logcumsumexp": lambda x, w: (x * w).logcumsumexp(0).sum() + torch.logcumsumexp(w, 0).sum(),
     "no dropout": lambda x, w: F.dropout(x * w, 0.0).sum(),
     "evaluated": lambda x, w: F.dropout(x * w, 0.5, training=False).sum(),
     "checkpoint": lambda x, w: checkpoint(lambda x: (x * w).tanh().sum(), x, use_reentrant=False),

@@ -171,6 +171,24 @@ def test_small_integers_keep_their_order():
     assert not bool(RING.counts(tensor(XS[len(EDGES) :]))[0].any())
 
 
+def test_the_order_has_signs():
+    """-x lies as far on the other side of 0; sizes, and what is made of them, are above it; some
+    below 1 and some above."""
+    ring = Ring(P, 11)
+    x = ring.draw("x", 500)
+    zero, one = (ring.key(ring.number(k)) for k in (0, 1))
+    assert torch.equal(ring.key(ring.neg(x)), -ring.key(x))
+    assert 150 < int((ring.key(x) > zero).sum()) < 350
+    size = ring.absolute(x)
+    assert bool((ring.key(size) > zero).all()) and torch.equal(ring.absolute(ring.neg(x)), size)
+    assert 150 < int((ring.key(size) > one).sum()) < 350
+    decayed = ring.product(size, ring.number(0.999))
+    made = ring.add(ring.add(size, ring.number(1e-8)), ring.product(decayed, size))
+    assert bool((ring.key(made) > zero).all())
+    other = ring.add(size, x)  # x has either sign
+    assert not bool((ring.key(ring.sub(other, ring.number(3))) > zero).all())
+
+
 def test_the_square_of_a_root():
     ring = Ring(P, 3)
     x = tensor(XS)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import types
 import warnings
+from math import isfinite
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from program_parts import batch, cut
 from torch import nn
 
@@ -302,17 +305,72 @@ def test_numbers_that_are_shown(name):
 
 
 ASKED = {
-    "compared": lambda loss: loss.item() > 1,
     "floor": lambda loss: math.floor(loss.item()),
-    "in a tensor": lambda loss: torch.ones(2) * loss.item(),
+    "an integer": lambda loss: torch.ones(2, dtype=torch.int64).fill_(loss.item()),
+    "a setting": lambda loss: F.threshold(torch.ones(2) * loss, loss.item(), 0.0),
     "a float": lambda loss: float(loss.item()),
+    "a truth": lambda loss: 1 if loss.item() else 2,
+    "a function's": lambda loss: isfinite(loss.item()),
+    "numpy's": lambda loss: bool(np.isnan(loss.item())),
 }
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_numbers_that_are_used(name):
     verdict = of_item(ASKED[name])
-    assert verdict.equal is None and "used as a number of Python's, at" in verdict.why
+    assert verdict.equal is None and ", at " in verdict.why
+    words = ("used as a number of Python's", "out of it", "become integers")
+    assert any(word in verdict.why for word in words), verdict.why
+
+
+# A value that one device has: of the sum of all ranks' losses.
+USED = {
+    "a product": lambda w, loss: w * loss.item(),
+    "of a list": lambda w, loss: torch.tensor([1.0, loss.item()]).sum() * w[0],
+    "a tensor": lambda w, loss: torch.as_tensor(loss.item()) * w[0],
+    "a factor": lambda w, loss: torch.add(w, w, alpha=loss.item()),
+    "negated": lambda w, loss: torch.sub(w, w, alpha=2 * loss.item()),
+    "filled": lambda w, loss: w * torch.full((4,), loss.item() ** 2),
+    "masked": lambda w, loss: w.masked_fill(torch.arange(4) > 1, loss.item()),
+    "an element": lambda w, loss: _set(w, loss.item()),
+    "the larger": lambda w, loss: w * max(0.1, loss.item(), -loss.item()),
+    "compared": lambda w, loss: w * (2 if loss.item() > 1 else loss.item()),
+    "a root": lambda w, loss: w * math.sqrt(loss.item()) * abs(loss.item()),
+}
+
+
+def _set(w, value):
+    w = w.clone()
+    w[1] = value
+    return w
+
+
+@pytest.mark.parametrize("name", USED)
+def test_numbers_go_back_into_tensors(name):
+    def build(mesh, right):
+        w = torch.nn.Parameter(torch.ones(4))
+
+        def step(x):
+            local = (x * w).sum()
+            whole = fcoll.all_reduce(local.detach(), "sum", mesh["dp"])
+            loss = USED[name](w, whole if right else 2 * whole / mesh["dp"].size()).sum()
+            loss.backward()
+            return loss
+
+        return step, (batch(mesh["dp"], 4, 4),)
+
+    whole = lambda mesh: build(mesh, True)  # noqa: E731
+    trials = 4 if name in ("compared", "the larger") else 1  # they take one way in a trial
+    how = {"single": whole, "trials": trials, "diagnose": False}
+    verdict = fcoll.prove(whole, {"dp": 2}, **how)
+    assert verdict.equal, str(verdict)
+    wrong = fcoll.prove(lambda mesh: build(mesh, mesh["dp"].size() == 1), {"dp": 4}, **how)
+    assert wrong.equal is False, str(wrong)
+
+
+def test_a_number_that_was_computed_with_unseen_is_refused():
+    verdict = of_item(lambda loss: float("nan"))
+    assert verdict.equal is None and "NaN" in verdict.why
 
 
 # -- numbers of the program ---
