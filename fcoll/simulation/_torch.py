@@ -65,8 +65,14 @@ def is_fake(backend: Any) -> bool:
 
 
 def registered_backends(backend: Any) -> list[str]:
-    """Those that are no part of torch."""
-    return sorted(name for name in _backends(backend) if name.upper() in dist.Backend._plugins)
+    """Those that are no part of torch, which registers its own from 2.15 on."""
+    plugins = {name: dist.Backend._plugins.get(name.upper()) for name in _backends(backend)}
+    others = [name for name, plugin in plugins.items() if plugin and not _is_torchs(plugin)]
+    return sorted(others)
+
+
+def _is_torchs(plugin: Any) -> bool:
+    return str(getattr(plugin.creator_fn, "__module__", "")).partition(".")[0] == "torch"
 
 
 def forget_seen_warnings() -> None:

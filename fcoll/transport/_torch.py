@@ -52,7 +52,8 @@ def _serve_timeouts() -> None:
 
 
 def _serve_sequence_numbers() -> None:
-    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+    names = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
+    for name in [name for name in names if hasattr(dist.ProcessGroup, name)]:  # 2.15: the first
         theirs = getattr(dist.ProcessGroup, name)
 
         @functools.wraps(theirs)

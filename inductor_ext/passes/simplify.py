@@ -44,10 +44,21 @@ def substitute(node: Node, by: Node) -> None:
 
 
 def _waits_twice(graph: Graph) -> Iterable[str]:
+    """Whatever uses a result after its first wait uses what that gives: a second wait, which is
+    left out, or the graph's own results. From torch 2.15 on, a result that the backward pass needs
+    has a wait there too, and is returned as it was started, although the forward pass waits."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if is_wait(node) and is_wait(node.args[0]):
+        if not is_wait(node) or row_of_node(node.args[0]) is None:
+            continue
+        value = node.args[0]
+        if is_wait(value):
             yield f"{node.name}: waited for already"
-            substitute(node, node.args[0])
+            substitute(node, value)
+            continue
+        for user in list(value.users):
+            if place[user] > place[node]:
+                user.replace_input_with(value, node)
 
 
 # -- collectives of values that all ranks have ---

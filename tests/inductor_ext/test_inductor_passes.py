@@ -50,6 +50,12 @@ def a_second_wait(x: Tensor, y: Tensor) -> Tensor:
     return fcoll.wait_tensor(fcoll.wait_tensor(fcoll.all_reduce(x))) + y
 
 
+def returned_as_it_was_started(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """As the partitioner saves it for a backward pass that waits for it."""
+    a = torch.ops.fcoll.all_reduce(x, "sum", dist.group.WORLD.group_name)
+    return a, fcoll.wait_tensor(a) + y, fcoll.wait_tensor(a) * y
+
+
 def max_of_a_sum(x: Tensor, y: Tensor) -> Tensor:
     """The maximum over equal values is that value."""
     total = fcoll.all_reduce(x)
@@ -156,6 +162,7 @@ def started_late(x: Tensor, y: Tensor) -> Tensor:
 # Names of the collectives that are left before forms are chosen.
 EXPECTED: dict[Callable, list[str]] = {
     a_second_wait: ["all_reduce"],
+    returned_as_it_was_started: ["all_reduce"],
     max_of_a_sum: ["all_reduce"],
     mean_of_a_mean: ["all_reduce"],
     max_of_two_sums: ["all_reduce"] * 2,
@@ -356,6 +363,7 @@ def test_choose_takes_the_best_form(shared):
     with config.patch(form="kernel"):
         assert [form for form, _ in forms_of(f, square())] == ["kernel"]
     assert forms_of(started_late, square(), square())[0][0] == "split"
+    assert forms_of(returned_as_it_was_started, square(), square()) == [("fused", "")]
     with config.patch(schedule=None):
         assert forms_of(started_late, square(), square())[0][0] == "fused"
 
