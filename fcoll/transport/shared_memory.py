@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,11 +250,14 @@ def _open(rank: int, n: int, timeout_s: float, part: str = "") -> Opened:
     try:
         if why_not := build.load():
             return Opened(why_not[:REASON])
-        named = "", _place(part), socket.gethostname(), os.getpid()
-        kept = build.has_fast_path(), build.library_key()
+        card = Opened(
+            place=_place(part), host=socket.gethostname(), pid=os.getpid(),
+            fast=build.has_fast_path(), library=build.library_key(),
+        )  # fmt: skip
         if too_many_or_few(n):
-            return Opened(*named, 0, -1, 0, *kept)
-        return Opened(*named, *torch.ops.fcoll_native.open(rank, n, timeout_s), *kept)
+            return card
+        handle, fd, token = torch.ops.fcoll_native.open(rank, n, timeout_s)
+        return replace(card, handle=handle, fd=fd, token=token)
     except Exception as error:
         return Opened(_said(error))
 
