@@ -9,9 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import programs_context
+import programs_in_place
+import programs_mixed
+import programs_trained
 from proved_programs import PROGRAMS, SINGLE
 
 from fcoll.source import site_of
+
+MORE = {
+    **programs_in_place.PROGRAMS,
+    **programs_context.PROGRAMS,
+    **programs_trained.PROGRAMS,
+    **programs_mixed.PROGRAMS,
+}
+MORE_SINGLE = programs_trained.SINGLE
+RIGHT = {**PROGRAMS, **MORE}
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,8 @@ class Fault:
     new: str
     name: str  # of a difference
     said: str = ""  # of what is wrong or what would mend it; empty: it is not known
-    also: str = ""  # in a line that is the right place, too, besides the line that is changed
+    also: str | tuple[str, ...] = ""  # in lines that are the right place, too, besides the changed
+    is_placed_only: bool = False  # the line is right, and nothing is said that would mend it
 
     @property
     def title(self):
@@ -35,15 +49,16 @@ class Fault:
         changed = source[: source.index(self.old)].count("\n") + 1
         if Path(file).resolve() == Path(self._file()).resolve() and number == changed:
             return True
-        return bool(self.also) and self.also in linecache.getline(file, number)
+        also = (self.also,) if isinstance(self.also, str) else self.also
+        return any(text and text in linecache.getline(file, number) for text in also)
 
     def _file(self):
-        right = PROGRAMS[self.program][0]
+        right = RIGHT[self.program][0]
         return inspect.getsourcefile(right.func if isinstance(right, partial) else right)
 
     def build(self):
         """The program with the text replaced, where it first is."""
-        right = PROGRAMS[self.program][0]
+        right = RIGHT[self.program][0]
         given = right.keywords if isinstance(right, partial) else {}
         function = right.func if isinstance(right, partial) else right
         source = inspect.getsource(inspect.getmodule(function))
@@ -58,7 +73,14 @@ class Fault:
             given["attend"] = module.RingFunction.apply
         return partial(wrong, **given)
 
+    @property
+    def mesh(self):
+        return RIGHT[self.program][1]
+
     def one_device(self):
+        """None: the faulty program itself, which is right there."""
+        if self.program in MORE:
+            return MORE_SINGLE.get(self.program)
         return SINGLE.get(self.program, PROGRAMS[self.program][0])
 
 
