@@ -162,8 +162,9 @@ class Recording(_Mode):
     def _note_gradients(self, call: Call, results: Sequence[Tensor]) -> None:
         call.gradients = [None] * len(results)
 
-        def note(k: int, grad: Tensor) -> None:
-            call.gradients[k] = _value(grad)
+        def note(k: int, grad: Tensor | None) -> None:
+            if grad is not None:
+                call.gradients[k] = _value(grad)
 
         for k, x in enumerate(results):
             if x.requires_grad and not x.is_leaf:

@@ -123,7 +123,7 @@ def _of_gradient(
         y = now.as_it_is()
         x = y[0] if isinstance(y, (tuple, list)) else y
         if x.requires_grad and not x.is_leaf:
-            x.register_hook(lambda g: change(g, now))
+            x.register_hook(lambda g: None if g is None else change(g, now))
         return y
 
     return Repair(site.place, what, remedy, {site.place: hooked}, of="gradient of the result")
