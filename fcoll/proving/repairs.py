@@ -6,7 +6,7 @@ None is believed: what_if.py makes each in a trial of its own and says only what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,16 @@ def sites(events: Sequence[Event]) -> list[Site]:
 
 def alone(site: Site, what: str, remedy: str, change: Change, likely: int = LIKELY) -> Repair:
     return Repair(site.place, what, remedy, {site.place: change}, likely)
+
+
+def only_at(repair: Repair, execution: int) -> Repair:
+    """The same at one execution of what is made again and again, as by layers that are alike."""
+
+    def once(change: Change) -> Change:
+        return lambda now: change(now) if now.execution == execution else now.as_it_is()
+
+    changes = {place: once(change) for place, change in repair.changes.items()}
+    return replace(repair, changes=changes)
 
 
 def of_result(change: Callable[[Any, Now], Any]) -> Change:

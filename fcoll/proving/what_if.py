@@ -24,6 +24,7 @@ from fcoll.proving.repairs import (
     Repair,
     Site,
     has_number,
+    only_at,
     scaled,
     sites,
 )
@@ -86,8 +87,11 @@ class Investigation:
         origin = self._origin(at)
         candidates = list(self._repairs(at, sites(self.found)))
         near = self._near(origin[0].place) if origin else set()
-        for close in (True, False):
-            of_these = [r for r in candidates if (r.place in near) == close]
+        groups = [[r for r in candidates if r.place in near] if origin else []]
+        groups.append([r for r in candidates if r.place not in near])
+        if origin is not None:
+            groups.insert(1, self._once(origin[0].place, at, candidates))
+        for of_these in groups:
             if (mended := self._best(of_these, at, with_factors=is_forward)) is not None:
                 return self._told(mended, [])
         if origin is not None:
@@ -95,25 +99,42 @@ class Investigation:
         compared = [s for s in at if s.events[0].one is not None or s.is_float()]
         return _first_result(compared[0]) if is_forward and compared else None
 
+    def _once(self, place: Place, at: Sequence[Site], candidates: Sequence[Repair]) -> list[Repair]:
+        """Changes of the first execution that is wrong, where others are right."""
+        first = self._before(place, at)
+        if not first.execution:
+            return []
+        return [only_at(r, first.execution) for r in candidates if r.place == first.place]
+
+    def _before(self, place: Place, at: Sequence[Site]) -> Event:
+        """What this comes from: the call that is given one device's values, and gives others."""
+        event = next(site for site in at if site.place == place).events[0]
+        return origin_of(self.ring, event, self.ranks, self.found, self.parallel.mesh)
+
     def _told_of(self, origin: Repair, left: Sequence[Compared], at: Sequence[Site]) -> Difference:
         """Where one device's value mends the step: what it is made of may be wrong already."""
-        event = next(site for site in at if site.place == origin.place).events[0]
-        mesh = self.parallel.mesh
-        first = origin_of(self.ring, event, self.ranks, self.found, mesh)
-        if first is event and is_given_own(self.ring, event, mesh):
+        first = self._before(origin.place, at)
+        is_here = first.place == origin.place
+        if is_here and is_given_own(self.ring, first, self.parallel.mesh):
             return self._told(origin, left)
         return _first_result(Site(first.place, [first]))
 
     def first_gradient(self) -> Difference | None:
         """Where the gradients of results go wrong, on the way back to parameters."""
-        if not self._is_recorded():
+        if not any(v.kind.startswith("gradient") for v in self.wrong) or not self._is_recorded():
             return None
         doubtful = suspects_of_gradients(self.ring, self.found, self.ranks, self.parallel.mesh)
         if not doubtful:
             return None
         at = sites(doubtful)[:FEW]
         mesh = self.parallel.mesh
-        candidates = [r for site in at for r in substitutes.gradients(site, self.ring, mesh)]
+        repeated = {e.place for e in self.found if e.execution}
+        candidates = []
+        for site in at:
+            of_site = list(substitutes.gradients(site, self.ring, mesh))
+            candidates += of_site
+            if site.place in repeated:
+                candidates += [only_at(r, site.events[0].execution) for r in of_site]
         if (mended := self._first_that_mends(candidates)) is not None:
             return self._told(mended, [])
         what = "the first gradient that is not one device's, on the way back to what differs"
