@@ -149,7 +149,7 @@ class Recording(_Mode):
             if any(map(_is_parameter, results)) and not torch.is_grad_enabled():
                 self.recorded.written.append(len(self.recorded.calls))
             self.recorded.calls.append(call)
-            self._note_gradients(call, results)
+            self._note_gradients(call, results, {_key(x) for x in _tensors((args, kwargs))})
             for x in results:
                 self._made[_key(x)] = len(self.recorded.calls) - 1
             self._kept.append(results)
@@ -159,7 +159,7 @@ class Recording(_Mode):
         made = self._made.get(_key(x))
         return _is_parameter(x) if made is None else self.recorded.calls[made].is_of_parameters
 
-    def _note_gradients(self, call: Call, results: Sequence[Tensor]) -> None:
+    def _note_gradients(self, call: Call, results: Sequence[Tensor], given: set[int]) -> None:
         call.gradients = [None] * len(results)
 
         def note(k: int, grad: Tensor | None) -> None:
@@ -167,7 +167,7 @@ class Recording(_Mode):
                 call.gradients[k] = _value(grad)
 
         for k, x in enumerate(results):
-            if x.requires_grad and not x.is_leaf:
+            if x.requires_grad and not x.is_leaf and _key(x) not in given:
                 x.register_hook(partial(note, k))
 
     def _carried(self, args: Any, place: Place) -> Iterator[int]:

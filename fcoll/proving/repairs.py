@@ -382,7 +382,7 @@ def added_by_all(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
 
             def change(now: Now, n: int = n, terms: Any = terms) -> Any:
                 ks = [k for i, k in terms if i == now.execution]
-                once = (times(x, 1 / n) if k in ks else x for k, x in enumerate(now.args))
+                once = (_part(x, n) if k in ks else x for k, x in enumerate(now.args))
                 return now.run(*once, **now.kwargs)
 
             yield alone(
@@ -391,6 +391,11 @@ def added_by_all(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
                 f"adding {it} once, behind the reduction over {axis}",
                 change,
             )
+
+
+def _part(x: Tensor, n: int) -> Tensor:
+    """One of n equal terms; behind their sum x has the whole gradient on each rank."""
+    return x + (times(x, 1 / n) - x).detach()
 
 
 def _is_alike(ring: Ring, given: Sequence[Any], mesh: Mesh, axis: str) -> bool:

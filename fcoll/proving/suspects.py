@@ -101,19 +101,23 @@ def suspects_of_backward(found: Sequence[Event]) -> list[Event]:
     return [e for e in found if e.first.is_backward and not e.is_explained]
 
 
-def origin_of(
+def way_back(
     ring: Ring, last: Event, ranks: Sequence[Recorded], found: Sequence[Event], mesh: Mesh
-) -> Event:
-    """Back from a call over those that are not explained, to one that is given one device's."""
+) -> list[Event]:
+    """From a call over those that are not explained, to one that is given one device's values."""
     of_call = {id(c): e for e in found for c in e.ranks if c is not None}
-    event, seen = last, set[int]()
-    while id(event) not in seen and not is_given_own(ring, event, mesh):
-        seen.add(id(event))
-        call = event.first
+    way = [last]
+    while not is_given_own(ring, way[-1], mesh):
+        call = way[-1].first
         calls = next(r.calls for r in ranks if any(c is call for c in r.calls))
         before = [of_call[id(calls[i])] for i in call.came_from]
-        event = next((e for e in before if not e.is_explained), event)
-    return event
+        event = next(
+            (e for e in before if not e.is_explained and all(e is not w for w in way)), None
+        )
+        if event is None:
+            break
+        way.append(event)
+    return way
 
 
 def is_given_own(ring: Ring, event: Event, mesh: Mesh) -> bool:

@@ -33,11 +33,11 @@ from fcoll.proving.suspects import (
     Event,
     events,
     is_given_own,
-    origin_of,
     suspects,
     suspects_of_backward,
     suspects_of_gradients,
     suspects_of_update,
+    way_back,
 )
 from fcoll.proving.verdict import Difference, counted
 
@@ -86,12 +86,17 @@ class Investigation:
         at = sites(doubtful)
         origin = self._origin(at)
         candidates = list(self._repairs(at, sites(self.found)))
-        near = self._near(origin[0].place) if origin else set()
-        groups = [[r for r in candidates if r.place in near] if origin else []]
-        groups.append([r for r in candidates if r.place not in near])
-        if origin is not None:
-            groups.insert(1, self._once(origin[0].place, at, candidates))
-        for of_these in groups:
+        near = {e.place for e in self._way(origin[0].place, at)} if origin else set()
+        groups = [
+            [r for r in candidates if r.likely == FIRST],
+            [r for r in candidates if r.place in near],
+            self._once(origin[0].place, at, candidates) if origin else [],
+            candidates,
+        ]
+        tried: set[int] = set()
+        for group in groups:
+            of_these = [r for r in group if id(r) not in tried]
+            tried.update(map(id, of_these))
             if (mended := self._best(of_these, at, with_factors=is_forward)) is not None:
                 return self._told(mended, [])
         if origin is not None:
@@ -101,19 +106,19 @@ class Investigation:
 
     def _once(self, place: Place, at: Sequence[Site], candidates: Sequence[Repair]) -> list[Repair]:
         """Changes of the first execution that is wrong, where others are right."""
-        first = self._before(place, at)
+        first = self._way(place, at)[-1]
         if not first.execution:
             return []
         return [only_at(r, first.execution) for r in candidates if r.place == first.place]
 
-    def _before(self, place: Place, at: Sequence[Site]) -> Event:
-        """What this comes from: the call that is given one device's values, and gives others."""
+    def _way(self, place: Place, at: Sequence[Site]) -> list[Event]:
+        """Back to the call that is given one device's values, and gives others."""
         event = next(site for site in at if site.place == place).events[0]
-        return origin_of(self.ring, event, self.ranks, self.found, self.parallel.mesh)
+        return way_back(self.ring, event, self.ranks, self.found, self.parallel.mesh)
 
     def _told_of(self, origin: Repair, left: Sequence[Compared], at: Sequence[Site]) -> Difference:
         """Where one device's value mends the step: what it is made of may be wrong already."""
-        first = self._before(origin.place, at)
+        first = self._way(origin.place, at)[-1]
         is_here = first.place == origin.place
         if is_here and is_given_own(self.ring, first, self.parallel.mesh):
             return self._told(origin, left)
@@ -150,15 +155,6 @@ class Investigation:
             if left is not None and self._is_better(left):
                 return repair, left
         return None
-
-    def _near(self, place: Place) -> set[Place]:
-        """The place, and those whose results it is given."""
-        near = {place}
-        for recorded in self.ranks:
-            for call in recorded.calls:
-                if call.place == place:
-                    near.update(recorded.calls[i].place for i in call.came_from)
-        return near
 
     def _best(
         self, candidates: Sequence[Repair], at: Sequence[Site], with_factors: bool
