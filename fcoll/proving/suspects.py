@@ -8,7 +8,6 @@ others that lead to what is wrong are suspects: behind them nothing that is one 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
@@ -73,13 +72,9 @@ def events(ring: Ring, one: Recorded, ranks: Sequence[Recorded], mesh: Mesh) -> 
             event = found.setdefault(where, Event(*where, [None] * len(ranks), None))
             event.ranks[r], keys[where] = call, key
     pool = _Pool(ring, one)
-    often = Counter(key._replace(execution=0) for key in whole)
-    of_ranks = Counter(key._replace(execution=0) for key in keys.values())
     for where, event in found.items():
-        key = keys[where]._replace(execution=0)
         call = whole.get(keys[where])
-        is_alike = call is not None and len(call.values) == len(event.first.values)
-        if is_alike and often[key] == of_ranks[key]:  # a loop may be shorter on ranks
+        if call is not None and len(call.values) == len(event.first.values):
             event.one = call
         event.is_explained = _is_explained(ring, event, mesh, pool)
     return list(found.values())

@@ -97,7 +97,8 @@ class Investigation:
         for group in groups:
             of_these = [r for r in group if id(r) not in tried]
             tried.update(map(id, of_these))
-            if (mended := self._best(of_these, at, with_factors=is_forward)) is not None:
+            with_factors = is_forward and group is not groups[0]
+            if (mended := self._best(of_these, at, with_factors)) is not None:
                 return self._told(mended, [])
         if origin is not None:
             return self._told_of(*origin, at)
@@ -107,7 +108,7 @@ class Investigation:
     def _once(self, place: Place, at: Sequence[Site], candidates: Sequence[Repair]) -> list[Repair]:
         """Changes of the first execution that is wrong, where others are right."""
         first = self._way(place, at)[-1]
-        if not first.execution:
+        if sum(e.place == first.place for e in self.found) < 2:
             return []
         return [only_at(r, first.execution) for r in candidates if r.place == first.place]
 
