@@ -97,7 +97,7 @@ class Investigation:
         for group in groups:
             of_these = [r for r in group if id(r) not in tried]
             tried.update(map(id, of_these))
-            with_factors = is_forward and group is not groups[0]
+            with_factors = is_forward and group is groups[-1]
             if (mended := self._best(of_these, at, with_factors)) is not None:
                 return self._told(mended, [])
         if origin is not None:
