@@ -23,6 +23,7 @@ from fcoll.proving.ring import Ring
 from fcoll.proving.verdict import Difference, counted
 
 Values = list[Tensor | None]
+AGREE = "agree"  # the end of a remedy after which nothing differs
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ def first_of_modules(
         value = Compared(what, name or one.model, got, [None] * len(got), whole)
         value, fits = _of_module(ring, value, scales, mesh)
         told = fits.what if fits else _in_general(ring, value)
-        remedy = f"right after {fits.remedy}" if fits and fits.remedy else ""
-        difference = Difference(value.title, told, lines.get(name, ""), remedy)
+        difference = Difference(value.title, told, lines.get(name, ""), "")
         if not (what == OUTPUT and fits and fits.is_missing):
             yield difference
             return
@@ -91,13 +91,13 @@ def differing(
     for value in wrong:
         fits = _fitting(ring, value, mesh)
         what = fits.what if fits else _in_general(ring, value)
-        remedy = fits.remedy if fits else ""
-        if fits and remedy and value.kind.startswith("gradient") and not found:
+        remedy = ""
+        if fits and fits.remedy and value.kind.startswith("gradient") and not found:
             alike = [v for v in wrong if v.kind == value.kind]
             left = sum(not _mends(ring, fits, v) for v in alike)
-            rest = f"{left} of {counted(gradients, 'gradient')} still differ"
-            remedy = f"right after {remedy}: then " + (
-                rest if left else f"all {counted(gradients, 'gradient')} agree"
+            of = counted(gradients, "gradient")
+            remedy = f"right after {fits.remedy}: then " + (
+                f"{left} of {of} still differ" if left else f"all {of} {AGREE}"
             )
         line = lines.get(value.name, "")
         found.append(Difference(value.title, what, line, remedy))

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -56,19 +57,25 @@ class Call:
     came_from: list[int]  # the calls whose results it was given
     local_names: dict[str, Any]  # of the frame: names to tensors and integers
     body: int  # the first line of the function that it is in
+    name: str  # of that function
     is_backward: bool
     is_collective: bool
     has_gradient: bool
     carried: frozenset[int]  # arguments that the same line gave before: running sums of a loop
+    takes_parameter: bool
+    is_of_parameters: bool  # made of nothing else: a view of a weight, a copy of another dtype
     unused: frozenset[str] = frozenset()  # names of results that no call is given
+    gradients: list[Tensor | None] = field(default_factory=list)  # of its results
 
 
 @dataclass
 class Recorded:
-    """The calls of one rank, in order; those whose results the step returned."""
+    """The calls of one rank, in order; those whose results the step returned, and those that wrote
+    to parameters."""
 
     calls: list[Call] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
 
 
 class Now(NamedTuple):
@@ -133,14 +140,35 @@ class Recording(_Mode):
             place = _place(frame, name)
             call = Call(
                 place, seen, [_value(x) for x in done], sorted(set(given)),
-                named, frame.f_code.co_firstlineno, _torch.in_backward(), _is_collective(func),
+                named, frame.f_code.co_firstlineno, frame.f_code.co_qualname,
+                _torch.in_backward(), _is_collective(func),
                 any(x.requires_grad for x in results), frozenset(self._carried(args, place)),
+                any(map(_is_parameter, _tensors((args, kwargs)))),
+                all(map(self._is_of_parameters, _tensors((args, kwargs)))),
             )  # fmt: skip
+            if any(map(_is_parameter, results)) and not torch.is_grad_enabled():
+                self.recorded.written.append(len(self.recorded.calls))
             self.recorded.calls.append(call)
+            self._note_gradients(call, results, {_key(x) for x in _tensors((args, kwargs))})
             for x in results:
                 self._made[_key(x)] = len(self.recorded.calls) - 1
             self._kept.append(results)
         return out
+
+    def _is_of_parameters(self, x: Tensor) -> bool:
+        made = self._made.get(_key(x))
+        return _is_parameter(x) if made is None else self.recorded.calls[made].is_of_parameters
+
+    def _note_gradients(self, call: Call, results: Sequence[Tensor], given: set[int]) -> None:
+        call.gradients = [None] * len(results)
+
+        def note(k: int, grad: Tensor | None) -> None:
+            if grad is not None:
+                call.gradients[k] = _value(grad)
+
+        for k, x in enumerate(results):
+            if x.requires_grad and not x.is_leaf and _key(x) not in given:
+                x.register_hook(partial(note, k))
 
     def _carried(self, args: Any, place: Place) -> Iterator[int]:
         for k, x in enumerate(args):
@@ -226,6 +254,10 @@ def _place(frame: FrameType, name: str) -> Place:
     caller = _users_frame(frame.f_back, True)
     called = (caller.f_code.co_filename, caller.f_lineno) if caller else ("", 0)
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, called, name)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return x.is_leaf and x.requires_grad
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

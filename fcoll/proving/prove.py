@@ -16,7 +16,7 @@ from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.constants import primes
 from fcoll.proving.correspondence import Data, Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
-from fcoll.proving.diagnosis import differing, first_of_modules
+from fcoll.proving.diagnosis import AGREE, differing, first_of_modules
 from fcoll.proving.exact_mode import Refused
 from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
 from fcoll.proving.module_outputs import cuttable, without_cuts
@@ -141,17 +141,24 @@ class _Proof:
         return self._verdict(True, bound, ())
 
     def _explained(self) -> tuple[Difference, ...]:
-        """What differs, by values; before it the line, if a trial with a change has told more, or
-        no module has."""
+        """What differs. First what a trial with a change has told, or where a gradient of a
+        parameter is mended by values; else the first line that is not one device's."""
         trial = self.trials[-1]
-        found = trial.differences()
-        first = self._investigated(trial) if self.diagnose else None
-        by_module = found[0].name not in {value.title for value in trial.wrong}
-        if first is None or (by_module and not first.remedy):
-            return found
-        return (first, *found)
+        modules, values = trial.of_modules(), trial.differences()
+        if not self.diagnose:
+            return (*modules, *values)
+        investigation = self._investigation(trial)
+        first = investigation.first_difference()
+        if first is not None and first.remedy:
+            return (first, *modules, *values)
+        if values[0].remedy.endswith(AGREE):
+            return (*values, *modules)
+        first = first or investigation.first_gradient()
+        if values[0].remedy and not (first and first.remedy):
+            return (*values, *modules)
+        return (first, *modules, *values) if first is not None else (*modules, *values)
 
-    def _investigated(self, trial: _Trial) -> Difference | None:
+    def _investigation(self, trial: _Trial) -> Investigation:
         layout, compared = self.layout, self.compared
         assert layout is not None
 
@@ -161,11 +168,10 @@ class _Proof:
             finally:
                 self.compared = compared
 
-        investigation = Investigation(
+        return Investigation(
             trial.ring, self.parallel, self.alone, self._locate, self._locate_alone, judge,
             trial.one, trial.wrong, compared["gradients"] // len(trial.one.gradients),
         )  # fmt: skip
-        return investigation.first_difference()
 
     def _verdict(self, equal: bool, bound: float, differences: Any) -> Verdict:
         names = tuple(sorted(without_cuts(self.uninterpreted)))
@@ -267,7 +273,7 @@ class _Proof:
         assert self.layout is not None
         self.uninterpreted |= ring.uninterpreted
         wrong = self._differences(ring, one, many, self.layout)
-        return _Trial(ring, wrong, one, many, self.parallel.mesh, self.data, self.compared)
+        return _Trial(ring, wrong, one, many, self.parallel.mesh, self.compared)
 
     def _differences(
         self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
@@ -319,30 +325,35 @@ class _Trial:
     one: Observed
     many: list[Observed]
     mesh: Mesh
-    data: tuple[str, ...]
     compared: dict[str, int]
 
     def differences(self) -> tuple[Difference, ...]:
-        """Of modules the first, then of all that is compared; but before a wrong result the
-        gradients of an earlier optimizer step that it comes from."""
+        """Of what is compared; before a wrong result the gradients of an earlier optimizer step
+        that it comes from."""
         lines = {k: v for o in (self.one, *self.many) for k, v in o.lines.items()}
-        earlier = tuple(f"gradient (step {k})" for k in range(1, len(self.one.gradients)))
-        wrong = sorted(self.wrong, key=lambda value: value.kind not in earlier)
+        wrong = sorted(self.wrong, key=lambda value: value.kind not in self._earlier())
         of_a_step = self.compared["gradients"] // len(self.one.gradients)
-        found = differing(self.ring, wrong, lines, self.mesh, of_a_step)
-        modules = () if wrong[0].kind in earlier else self._of_modules()
-        return (*modules, *found)
+        return differing(self.ring, wrong, lines, self.mesh, of_a_step)
 
-    def _of_modules(self) -> Iterator[Difference]:
-        """Forward if a result is wrong, else backward: there gradients of a mean over a part of
-        the batch are larger by the number of parts."""
+    def _earlier(self) -> tuple[str, ...]:
+        return tuple(f"gradient (step {k})" for k in range(1, len(self.one.gradients)))
+
+    def of_modules(self) -> tuple[Difference, ...]:
+        """The first module that is wrong: forward if a result is, backward if gradients are. There
+        those of a mean over a part of the batch are larger by the number of parts."""
         one, ranks = self.one.of_modules, [o.of_modules for o in self.many]
-        if any(value.kind == "loss" for value in self.wrong):
-            yield from first_of_modules(self.ring, one, ranks, "forward", [1], self.mesh)
+        kinds = {value.kind for value in self.wrong}
+        if not kinds.isdisjoint(self._earlier()):
+            return ()
+        if "loss" in kinds:
+            first = first_of_modules(self.ring, one, ranks, "forward", [1], self.mesh)
+        elif any(kind.startswith("gradient") for kind in kinds):
+            sizes = [math.prod(self.mesh.axes[a] for a in axes) for axes in self.mesh.subsets()]
+            scales = [1, *sorted(set(sizes))]
+            first = first_of_modules(self.ring, one, ranks, "backward", scales, self.mesh)
         else:
-            parts = self.mesh.subsets(self.data)
-            scales = [1, *(math.prod(self.mesh.axes[a] for a in axes) for axes in parts)]
-            yield from first_of_modules(self.ring, one, ranks, "backward", scales, self.mesh)
+            return ()
+        return tuple(first)
 
 
 def _highest(observed: list[Observed]) -> float:

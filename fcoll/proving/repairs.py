@@ -6,7 +6,7 @@ None is believed: what_if.py makes each in a trial of its own and says only what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fcoll.proving.suspects import Event, is_own
 FIRST, LIKELY, POSSIBLE, RARE = range(4)
 
 _MAXIMA = frozenset(("amax", "max", "maximum", "logsumexp"))
+_WRITES = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"))
 _ADDS_UP = frozenset(("sum", "mean", "where", "masked_fill", "embedding", "add", "sub")) | {
     *("matmul", "__matmul__", "mm", "bmm", "linear", "einsum"),
 }
@@ -31,6 +32,13 @@ _BY_NUMBERS = frozenset(("mul", "div", "true_divide", "rsub")) | {
 }
 _OF_ALL = frozenset(("softmax", "log_softmax", "logsumexp", "amax", "argmax", "norm", "mean")) | {
     *("var", "std", "var_mean", "batch_norm", "layer_norm", "group_norm"),
+}
+
+
+MISSING = {
+    "sum": "ranks hold partial sums over {1}: an all-reduce over {0} is missing",
+    "avg": "ranks hold values of their own over {1}: an average over {0} is missing",
+    "max": "ranks hold maxima of their own parts: an all-reduce over {0} is missing",
 }
 
 
@@ -43,6 +51,7 @@ class Repair:
     remedy: str
     changes: dict[Place, Change]
     likely: int = LIKELY
+    of: str = "result"  # what is changed of the call
 
 
 @dataclass
@@ -93,8 +102,30 @@ def alone(site: Site, what: str, remedy: str, change: Change, likely: int = LIKE
     return Repair(site.place, what, remedy, {site.place: change}, likely)
 
 
+def only_at(repair: Repair, execution: int) -> Repair:
+    """The same at one execution of what is made again and again, as by layers that are alike."""
+
+    def once(change: Change) -> Change:
+        return lambda now: change(now) if now.execution == execution else now.as_it_is()
+
+    changes = {place: once(change) for place, change in repair.changes.items()}
+    return replace(repair, changes=changes)
+
+
 def of_result(change: Callable[[Any, Now], Any]) -> Change:
-    return lambda now: change(now.as_it_is(), now)
+    def done(now: Now) -> Any:
+        y = now.as_it_is()
+        return in_its_place(y, change(y, now), now.run.__name__)
+
+    return done
+
+
+def in_its_place(y: Any, other: Any, function: str) -> Any:
+    """A function that writes its argument gives it: the other value is written there, too."""
+    writes = function in _WRITES or (function.endswith("_") and not function.endswith("__"))
+    if writes and isinstance(y, Tensor) and not (y.requires_grad and torch.is_grad_enabled()):
+        return y.copy_(other)
+    return other
 
 
 def of_argument(k: int, change: Callable[[Any, Now], Any]) -> Change:
@@ -113,14 +144,7 @@ def reductions(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
     for axes in mesh.subsets():
         if _alike_over(ring, site.events[0].got(), mesh, axes):
             continue
-        shown, group = " and ".join(f'"{a}"' for a in axes), ", ".join(axes)
-        said = {
-            "sum": f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing",
-            "avg": f"ranks hold values of their own over {group}: "
-            f"an average over {shown} is missing",
-            "max": f"ranks hold maxima of their own parts: an all-reduce over {shown} is missing",
-        }
-        for op, what in said.items():
+        for op, said in MISSING.items():
             if op == "max" and site.place.function not in _MAXIMA:
                 continue
             fits = op != "max" and _fits_when_reduced(site, ring, mesh, axes, op)
@@ -128,34 +152,44 @@ def reductions(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
             likely = LIKELY if fits or op == "max" else POSSIBLE if adds_up else RARE
             yield alone(
                 site,
-                what,
-                f'fcoll.all_reduce({site.its}, "{op}", {group})',
+                said.format(*group_of(axes)),
+                f'fcoll.all_reduce({site.its}, "{op}", {", ".join(axes)})',
                 of_result(lambda y, now, op=op, axes=axes: reduced(y, op, axes, now)),  # type: ignore[misc]
                 likely,
             )
 
 
 def reduced_arguments(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
-    """A part is taken of what should be reduced before."""
-    if site.place.function not in ("chunk", "narrow", "__getitem__", "split", "select"):
-        return
-    args = [next((x for x in c.args if isinstance(x, Tensor)), None) if c else None
-            for c in site.events[0].ranks]  # fmt: skip
-    if args[0] is None or not args[0].is_floating_point():
-        return
-    for axes in mesh.subsets():
-        if not _alike_over(ring, args, mesh, axes):
-            shown, group = " and ".join(f'"{a}"' for a in axes), ", ".join(axes)
-            it = site.name_of(args[0]) or "what it is given"
-            yield alone(
-                site,
-                f"ranks hold partial sums over {group}: an all-reduce over {shown} is missing, "
-                "or a reduce-scatter in place of the cut",
-                f'fcoll.all_reduce({it}, "sum", {group}) before {site.place.function}',
-                lambda now, axes=axes: now.run(  # type: ignore[misc]
-                    reduced(now.args[0], "sum", axes, now), *now.args[1:], **now.kwargs
-                ),
-            )
+    """A part is taken of what should be reduced before; or what is given, as a gradient is, would
+    be one device's if it were reduced."""
+    name = site.place.function
+    takes_part = name in ("chunk", "narrow", "__getitem__", "split", "select")
+    first = site.events[0]
+    for k, x in enumerate(site.call.args):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        given = first.arguments(k)
+        whole = first.one.args[k] if first.one and k < len(first.one.args) else None
+        it = site.name_of(x) or "what it is given"
+        for axes in mesh.subsets():
+            if not all(isinstance(y, Tensor) for y in given) or _alike_over(
+                ring, given, mesh, axes
+            ):
+                continue
+            for op in ("sum", "avg"):
+                fits = reduces_to(ring, given, whole, mesh, axes, op)
+                if fits or (takes_part and op == "sum"):
+                    instead = ", or a reduce-scatter in place of the cut" if takes_part else ""
+                    yield alone(
+                        site,
+                        MISSING[op].format(*group_of(axes)) + instead,
+                        f'fcoll.all_reduce({it}, "{op}", {", ".join(axes)}) before {name}',
+                        of_argument(k, lambda x, now, op=op, axes=axes: reduced(x, op, axes, now)),  # type: ignore[misc]
+                    )
+
+
+def group_of(axes: Sequence[str]) -> tuple[str, str]:
+    return " and ".join(f'"{a}"' for a in axes), ", ".join(axes)
 
 
 def reduced(y: Any, op: str, axes: Sequence[str], now: Now) -> Any:
@@ -168,19 +202,26 @@ def reduced(y: Any, op: str, axes: Sequence[str], now: Now) -> Any:
 
 def _fits_when_reduced(site: Site, ring: Ring, mesh: Mesh, axes: Sequence[str], op: str) -> bool:
     event = site.events[0]
-    if event.one is None or not event.one.values or any(x is None for x in event.got()):
+    whole = event.one.values[0] if event.one and event.one.values else None
+    return reduces_to(ring, event.got(), whole, mesh, axes, op)
+
+
+def reduces_to(
+    ring: Ring, got: Sequence[Any], whole: Any, mesh: Mesh, axes: Sequence[str], op: str
+) -> bool:
+    """Is it one device's, or the rank's own part of it, if it is summed or averaged?"""
+    if not all(map(_is_finite, (whole, *got))) or len({x.shape for x in got}) > 1:
         return False
-    done: list[Tensor | None] = list(event.got())
-    if len({x.shape for x in done if x is not None}) > 1:
-        return False
+    done: list[Tensor | None] = list(got)
     for group in mesh.groups(axes):
-        whole = total(ring, [x for r in group if (x := done[r]) is not None])
-        whole = ring.div(whole, ring.number(len(group))) if op == "avg" else whole
+        sum_ = total(ring, [got[r] for r in group])
         for r in group:
-            done[r] = whole
-    return event.one.values[0].dtype == torch.float64 and is_own(
-        ring, event.one.values[0], done, mesh
-    )
+            done[r] = ring.div(sum_, ring.number(len(group))) if op == "avg" else sum_
+    return is_own(ring, whole, done, mesh)
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64 and bool(x.isfinite().all())
 
 
 def _alike_over(ring: Ring, got: Sequence[Tensor | None], mesh: Mesh, axes: Sequence[str]) -> bool:
@@ -321,29 +362,45 @@ def _inverse(shown: str) -> str:
 
 
 def added_by_all(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
-    """A term that is the same on all ranks, in a sum of ranks' parts."""
+    """A term that is the same on all ranks, in a sum of ranks' parts; or all such terms of a loop.
+    ``site``: with all its executions."""
     name = site.place.function
     if name not in ("add", "__add__", "__radd__", "linear", "addmm") or not site.is_float():
         return
-    got = site.events[0].got()
-    for k, x in enumerate(site.call.args):
-        if not isinstance(x, Tensor) or (name == "linear" and k < 2):
+    for axis, n in mesh.axes.items():
+        if n == 1 or _alike_over(ring, site.events[-1].got(), mesh, [axis]):
             continue
-        given = [c.args[k] if c else None for c in site.events[0].ranks]
-        for axis, n in mesh.axes.items():
-            if n == 1 or not _alike_over(ring, given, mesh, [axis]):
-                continue
-            if _alike_over(ring, got, mesh, [axis]):
-                continue
-            it = site.name_of(x) or "the term"
+        alike = [
+            (event.execution, k)
+            for event in site.events
+            for k in range(2 if name == "linear" else 0, len(event.first.args))
+            if k not in event.first.carried and _is_alike(ring, event.arguments(k), mesh, axis)
+        ]
+        for terms in [alike] if site.is_in_loop and alike else [[term] for term in alike]:
+            x = site.call.args[terms[0][1]]
+            it = "what all have" if site.is_in_loop else site.name_of(x) or "the term"
+
+            def change(now: Now, n: int = n, terms: Any = terms) -> Any:
+                ks = [k for i, k in terms if i == now.execution]
+                once = (_part(x, n) if k in ks else x for k, x in enumerate(now.args))
+                return now.run(*once, **now.kwargs)
+
             yield alone(
                 site,
                 f"each of the {n} ranks of {axis} adds {it}, so that their sum has it {n} times",
                 f"adding {it} once, behind the reduction over {axis}",
-                lambda now, k=k, n=n: now.run(  # type: ignore[misc]
-                    *now.args[:k], times(now.args[k], 1 / n), *now.args[k + 1 :], **now.kwargs
-                ),
+                change,
             )
+
+
+def _part(x: Tensor, n: int) -> Tensor:
+    """One of n equal terms; behind their sum x has the whole gradient on each rank."""
+    return x + (times(x, 1 / n) - x).detach()
+
+
+def _is_alike(ring: Ring, given: Sequence[Any], mesh: Mesh, axis: str) -> bool:
+    is_float = all(isinstance(x, Tensor) and x.is_floating_point() for x in given)
+    return is_float and _alike_over(ring, given, mesh, [axis])
 
 
 # -- of a part where it is of all ---

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.proving.correspondence import Mesh
-from fcoll.proving.lines import Change, Now, Place
+from fcoll.proving.lines import Call, Change, Now, Place
 from fcoll.proving.repairs import (
     FIRST,
     LIKELY,
@@ -166,9 +166,8 @@ class _Shift:
         lengths |= {n for s in self.sites for x in s.tensors() for n in x.shape}
         earliest = min(i for _, i in first)
         shown = [first[r, earliest] for r in range(mesh.size) if (r, earliest) in first]
-        name = next(
-            (k for k, x in site.call.local_names.items() if type(x) is int and x == shown[0]), ""
-        )
+        calls = [c for c in site.events[0].ranks if c is not None]
+        name = next((k for k in site.call.local_names if _named_alike(k, calls, shown)), "")
         for axis, n in mesh.axes.items():
             for size in sorted(lengths - {0}, reverse=True) if n > 1 else ():
                 if any(x % size for x in first.values()):
@@ -206,6 +205,12 @@ class _Shift:
         remedy = f"{name or 'the first position'} = {whose} * {size}"
         changes: dict[Place, Change] = {s.place: change for s in self.sites}
         return Repair(site.place, what, remedy, changes)
+
+
+def _named_alike(name: str, calls: Sequence[Call], shown: Sequence[int]) -> bool:
+    """Does each rank call its integer so?"""
+    its = [c.local_names.get(name) for c in calls]
+    return all(type(x) is int for x in its) and its == list(shown)
 
 
 def _is_positions(site: Site) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcoll.proving import repairs, repairs_of_elements
+from fcoll.proving import repairs, repairs_of_elements, substitutes
 from fcoll.proving.correspondence import Layout, Mesh
 from fcoll.proving.judgement import Compared
 from fcoll.proving.lines import Changing, Place, Recorded, Recording, in_backward
@@ -24,15 +24,26 @@ from fcoll.proving.repairs import (
     Repair,
     Site,
     has_number,
+    only_at,
     scaled,
     sites,
 )
 from fcoll.proving.ring import Ring
-from fcoll.proving.suspects import events, suspects
+from fcoll.proving.suspects import (
+    Event,
+    events,
+    is_given_own,
+    suspects,
+    suspects_of_backward,
+    suspects_of_gradients,
+    suspects_of_update,
+    way_back,
+)
 from fcoll.proving.verdict import Difference, counted
 
 MOST = 200  # changes that are tried
 SECONDS = 20.0  # of CPU that they may take
+FEW = 40  # calls that are given one device's values
 SIMPLE = 2**11  # numerators and denominators of a factor
 RESTARTS = 30  # a change that raises ends its simulation
 
@@ -55,31 +66,125 @@ class Investigation:
     gradients: int
     tried: int = 0
     started: float = field(default_factory=time.process_time)
+    ranks: list[Recorded] = field(default_factory=list)
+    found: list[Event] = field(default_factory=list)
 
     def first_difference(self) -> Difference | None:
-        try:
-            single, ranks = self._recorded()
-        except Exception:  # a program that does not run when it is watched: nothing more to say
+        """What would mend the step, of changes of its calls; else where it goes wrong."""
+        if not self._is_recorded():
             return None
-        found = events(self.ring, single, ranks, self.parallel.mesh)
-        is_forward = any(v.kind == "loss" for v in self.wrong)
-        doubtful = suspects(found, ranks, in_backward=not is_forward)
+        kinds = {v.kind for v in self.wrong}
+        is_forward = "loss" in kinds
+        if is_forward:
+            doubtful = suspects(self.found, self.ranks)
+        elif any(kind.startswith("gradient") for kind in kinds):
+            doubtful = suspects_of_backward(self.found)
+        else:
+            doubtful = suspects_of_update(self.found, self.ranks)
         if not doubtful:
             return None
-        at, every = sites(doubtful), sites(found)
+        at = sites(doubtful)
+        origin = self._origin(at)
+        candidates = list(self._repairs(at, sites(self.found)))
+        near = {e.place for e in self._way(origin[0].place, at)} if origin else set()
+        groups = [
+            [r for r in candidates if r.likely == FIRST],
+            [r for r in candidates if r.place in near],
+            self._once(origin[0].place, at, candidates) if origin else [],
+            candidates,
+        ]
+        tried: set[int] = set()
+        for group in groups:
+            of_these = [r for r in group if id(r) not in tried]
+            tried.update(map(id, of_these))
+            with_factors = is_forward and group is groups[-1]
+            if (mended := self._best(of_these, at, with_factors)) is not None:
+                return self._told(mended, [])
+        if origin is not None:
+            return self._told_of(*origin, at)
+        compared = [s for s in at if s.events[0].one is not None or s.is_float()]
+        return _first_result(compared[0]) if is_forward and compared else None
+
+    def _once(self, place: Place, at: Sequence[Site], candidates: Sequence[Repair]) -> list[Repair]:
+        """Changes of the first execution that is wrong, where others are right."""
+        first = self._way(place, at)[-1]
+        if sum(e.place == first.place for e in self.found) < 2:
+            return []
+        return [only_at(r, first.execution) for r in candidates if r.place == first.place]
+
+    def _way(self, place: Place, at: Sequence[Site]) -> list[Event]:
+        """Back to the call that is given one device's values, and gives others."""
+        event = next(site for site in at if site.place == place).events[0]
+        return way_back(self.ring, event, self.ranks, self.found, self.parallel.mesh)
+
+    def _told_of(self, origin: Repair, left: Sequence[Compared], at: Sequence[Site]) -> Difference:
+        """Where one device's value mends the step: what it is made of may be wrong already."""
+        first = self._way(origin.place, at)[-1]
+        is_here = first.place == origin.place
+        if is_here and is_given_own(self.ring, first, self.parallel.mesh):
+            return self._told(origin, left)
+        return _first_result(Site(first.place, [first]))
+
+    def first_gradient(self) -> Difference | None:
+        """Where the gradients of results go wrong, on the way back to parameters."""
+        if not any(v.kind.startswith("gradient") for v in self.wrong) or not self._is_recorded():
+            return None
+        doubtful = suspects_of_gradients(self.ring, self.found, self.ranks, self.parallel.mesh)
+        if not doubtful:
+            return None
+        at = sites(doubtful)[:FEW]
+        mesh = self.parallel.mesh
+        repeated = {e.place for e in self.found if e.execution}
+        candidates = []
+        for site in at:
+            of_site = list(substitutes.gradients(site, self.ring, mesh))
+            candidates += of_site
+            if site.place in repeated:
+                candidates += [only_at(r, site.events[0].execution) for r in of_site]
+        if (mended := self._first_that_mends(candidates)) is not None:
+            return self._told(mended, [])
+        what = "the first gradient that is not one device's, on the way back to what differs"
+        name = f"gradient of the {_name(at[0].place)}"
+        return Difference(name, what, at[0].place.shown, "")
+
+    def _origin(self, at: Sequence[Site]) -> tuple[Repair, list[Compared]] | None:
+        """The first call with which all goes right, or the results do, if it gives one device's
+        value: here the step goes wrong."""
+        ring, mesh = self.ring, self.parallel.mesh
+        with_those = [r for site in at for r in substitutes.one_devices(site, ring, mesh)]
+        for repair, left in self._tried(with_those[:FEW]):
+            if left is not None and self._is_better(left):
+                return repair, left
+        return None
+
+    def _best(
+        self, candidates: Sequence[Repair], at: Sequence[Site], with_factors: bool
+    ) -> Repair | None:
+        """The likeliest that mends all."""
+        places = {r.place for r in candidates}
         for likely in (FIRST, LIKELY, POSSIBLE, RARE):
-            candidates = [r for r in self._repairs(at, every) if r.likely == likely]
-            if (mended := self._first_that_mends(candidates)) is not None:
-                return self._told(*mended)
-            if likely == LIKELY and is_forward and (done := self._by_a_factor(at)) is not None:
-                return self._told(*done)
-        return _first_result(at[0]) if is_forward else None
+            of_these = [r for r in candidates if r.likely == likely]
+            if (mended := self._first_that_mends(of_these)) is not None:
+                return mended
+            if likely == LIKELY and with_factors:
+                scalars = [site for site in at if site.place in places]
+                if (mended := self._by_a_factor(scalars)) is not None:
+                    return mended
+        return None
 
     # -- what was recorded ---
 
-    def _recorded(self) -> tuple[Recorded, list[Recorded]]:
-        single = self._record(self.alone, self.locate_alone)[0]
-        return single, self._record(self.parallel, self.locate)
+    def _is_recorded(self) -> bool:
+        """False for a program that does not run when it is watched: nothing more to say."""
+        if self.ranks:
+            return True
+        try:
+            single = self._record(self.alone, self.locate_alone)[0]
+            self.ranks = self._record(self.parallel, self.locate)
+        except Exception:
+            return False
+        self.found = events(self.ring, single, self.ranks, self.parallel.mesh)
+        return True
 
     def _record(self, program: Program, locate: Locate) -> list[Recorded]:
         recorded = [Recorded() for _ in range(program.mesh.size)]
@@ -99,6 +204,7 @@ class Investigation:
 
     def _repairs(self, at: Sequence[Site], every: Sequence[Site]) -> Iterator[Repair]:
         bodies: dict[tuple[Any, ...], list[Site]] = {}
+        all_of = {site.place: site for site in every}
         for site in every:
             bodies.setdefault(_body(site), []).append(site)
         for site in every:
@@ -107,24 +213,16 @@ class Investigation:
         for site in at:
             yield from repairs.collectives(site, self.ring, mesh)
         for site in at:
+            yield from repairs.added_by_all(all_of[site.place], self.ring, mesh)
             for kind in _KINDS:
                 yield from kind(site, self.ring, mesh)
             body = bodies[_body(site)]
             yield from repairs_of_elements.offsets(site, body, self.ring, mesh)
 
-    def _first_that_mends(
-        self, candidates: Sequence[Repair]
-    ) -> tuple[Repair, list[Compared]] | None:
-        """The first that mends all; else the first that mends the results."""
-        best: tuple[Repair, list[Compared]] | None = None
-        for repair, left in self._tried(candidates):
-            if left is None or not self._is_better(left):
-                continue
-            if not left:
-                return repair, left
-            if best is None or len(left) < len(best[1]):
-                best = repair, left
-        return best
+    def _first_that_mends(self, candidates: Sequence[Repair]) -> Repair | None:
+        """All that is compared."""
+        tried = self._tried(candidates)
+        return next((repair for repair, left in tried if left is not None and not left), None)
 
     def _is_better(self, left: Sequence[Compared]) -> bool:
         """Without the first kind of what was wrong, and nothing new."""
@@ -176,7 +274,7 @@ class Investigation:
 
     # -- a factor that the results tell ---
 
-    def _by_a_factor(self, at: Sequence[Site]) -> tuple[Repair, list[Compared]] | None:
+    def _by_a_factor(self, at: Sequence[Site]) -> Repair | None:
         """Where results are linear in what a call gives, or a power of it, the factor that mends
         them is known from one trial with twice of it."""
         found = []
@@ -213,11 +311,13 @@ class Investigation:
 
     def _told(self, repair: Repair, left: Sequence[Compared]) -> Difference:
         remedy = f"right after {repair.remedy}: then {self._agreement(left)}"
-        return Difference(_name(repair.place), repair.what, repair.place.shown, remedy)
+        return Difference(_name(repair.place, repair.of), repair.what, repair.place.shown, remedy)
 
     def _agreement(self, left: Sequence[Compared]) -> str:
         wrong = sum(v.kind.startswith("gradient") for v in left)
         results = "the results" if any(v.kind == "loss" for v in self.wrong) else ""
+        if not self.gradients:
+            return "all updated parameters agree"
         of = counted(self.gradients, "gradient")
         if wrong:
             rest = f"{wrong} of {of} still differ"
@@ -230,7 +330,6 @@ class Investigation:
 _KINDS: Sequence[Callable[[Site, Ring, Mesh], Iterator[Repair]]] = (
     repairs.reductions,
     repairs.reduced_arguments,
-    repairs.added_by_all,
     repairs.numbers,
     repairs.of_all_ranks,
     repairs_of_elements.masks,
@@ -246,8 +345,8 @@ def _first_result(site: Site) -> Difference:
     return Difference(_name(site.place), what, site.place.shown, "")
 
 
-def _name(place: Place) -> str:
-    return f"result of {place.function.strip('_')}"
+def _name(place: Place, of: str = "result") -> str:
+    return f"{of} of {place.function.strip('_')}"
 
 
 def _body(site: Site) -> tuple[Any, ...]:

@@ -35,6 +35,14 @@ def cut(x, mesh, dim=0):
     return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
 
 
+def made(shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(high, shape, seed=2):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def batch(mesh, *shape):
     """This rank's rows of one batch."""
     return cut(torch.randn(shape, generator=torch.Generator().manual_seed(1)), mesh)
