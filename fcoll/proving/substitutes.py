@@ -166,8 +166,8 @@ def _difference(ring: Ring, got: Sequence[Tensor | None], want: Sequence[Tensor 
             at = off.any(others) if others else off
             places = at.nonzero().flatten().tolist()
             if g.shape[dim] > 1 and places in ([0], [g.shape[dim] - 1]):
-                end, whose = ("first", "previous") if places == [0] else ("last", "next")
-                border = f"at the border to the {whose} rank's part"
+                end, neighbour = ("first", "previous") if places == [0] else ("last", "next")
+                border = f"at the border to the {neighbour} rank's part"
                 return f"only the {end} along dim {dim} differs, {border}"
         return f"{int(off.sum())} of {off.numel()} elements differ"
     return "it differs"

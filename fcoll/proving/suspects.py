@@ -73,9 +73,9 @@ def events(ring: Ring, one: Recorded, ranks: Sequence[Recorded], mesh: Mesh) -> 
             event.ranks[r], keys[where] = call, key
     pool = _Pool(ring, one)
     for where, event in found.items():
-        call = whole.get(keys[where])
-        if call is not None and len(call.values) == len(event.first.values):
-            event.one = call
+        alone = whole.get(keys[where])
+        if alone is not None and len(alone.values) == len(event.first.values):
+            event.one = alone
         event.is_explained = _is_explained(ring, event, mesh, pool)
     return list(found.values())
 
