@@ -66,7 +66,7 @@ class Degrees(Algebra):
     def applied(self, rule: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         numbered = self._numbered
         return self._results.of(
-            name,
+            f"{name}, logarithms met" if self._has_met_logs() else name,
             args,
             kwargs,
             lambda: rule(self, *args, **kwargs),
@@ -153,8 +153,10 @@ class Degrees(Algebra):
 
     def of_logs(self, x: Tensor) -> Tensor:
         """All, if a trial has met one: the degree is then no lower than that of those."""
-        found = any(ring.took_sigmoid_of_log for ring in self.rings)
-        return torch.full(x.shape, found) | (x == 0)
+        return torch.full(x.shape, self._has_met_logs()) | (x == 0)
+
+    def _has_met_logs(self) -> bool:
+        return any(ring.took_sigmoid_of_log for ring in self.rings)
 
     def root(self, x: Tensor) -> Tensor:
         """A new variable, whose square is x. It and its inverse count for 2: of powers from -m to n

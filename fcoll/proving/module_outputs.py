@@ -64,15 +64,21 @@ class _Watch:
     name: str
     algebra: Algebra
     values: ModuleValues
+    calls: int = 0
+    is_dry: bool = False
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.values.lines.setdefault(self.name, user_line() or "")
+        if torch.compiler.is_compiling():
+            return
+        self.values.lines.setdefault(self.name, user_line() or "")
+        self.is_dry = not self.calls and _in_pipeline()
+        self.calls += 1
+        if not self.is_dry:
             for x in filter(_is_value, _torch.tree_leaves((args, kwargs))):
                 self._note(self.values.forward, INPUT, x)
 
     def after(self, module: torch.nn.Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.is_dry:
             for x in filter(_is_value, _torch.tree_leaves(out)):
                 self._note(self.values.forward, OUTPUT, x)
                 if x.requires_grad:
@@ -132,8 +138,6 @@ def cut_at(
         for cut in cuts:
             stack.callback(modules[cut.name].register_forward_hook(cut.after).remove)
         yield
-    for cut in cuts:
-        cut.end()
 
 
 @dataclass
@@ -142,34 +146,26 @@ class _Cut:
     algebra: Algebra
     outputs: CutOutputs | None
     calls: int = 0
-    was_other: bool = False  # in the first call
 
     def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        if not self._is_one_devices(out):
-            if self.calls or not _in_pipeline():
-                self._refuse()
-            self.was_other = True
+        is_dry = not self.calls and _in_pipeline()
         self.calls += 1
+        if not is_dry:
+            self._see(out)
         return _torch.tree_map(lambda x: self._replaced(x) if _is_value(x) else x, out)
 
-    def end(self) -> None:
-        if self.was_other and self.calls == 1:
-            self._refuse()
-
-    def _is_one_devices(self, out: Any) -> bool:
+    def _see(self, out: Any) -> None:
         outputs = self.outputs
         if outputs is None or outputs.other:
-            return True
+            return
         with _torch.raw():
             values = [_torch.local_of(x).detach() for x in _torch.tree_leaves(out) if _is_value(x)]
-            return all([outputs.see(self.name, x) for x in values])
-
-    def _refuse(self) -> None:
-        assert self.outputs is not None
-        self.outputs.other = self.name
-        raise CutElsewhere(self.name)
+            is_one_devices = all([outputs.see(self.name, x) for x in values])
+        if not is_one_devices:
+            outputs.other = self.name
+            raise CutElsewhere(self.name)
 
     def _replaced(self, x: Tensor) -> Tensor:
         if not _torch.is_dtensor(x):
@@ -179,7 +175,8 @@ class _Cut:
 
 
 def _in_pipeline() -> bool:
-    """Is it called by torch's pipelines? Their first call of a stage finds out shapes only."""
+    """Is it called by torch's pipelines? Their first call of a stage is dry: of whatever is in
+    memory, to find out shapes."""
     pipelining = sys.modules.get("torch.distributed.pipelining")
     folder = os.path.dirname(getattr(pipelining, "__file__", None) or "")
     frame: FrameType | None = sys._getframe()
@@ -229,14 +226,11 @@ def all_outputs(one: ModuleValues) -> frozenset[str]:
 
 
 def cuttable(ring: Ring, one: ModuleValues, ranks: Sequence[ModuleValues]) -> frozenset[str]:
-    """The modules whose outputs ranks have as one device has them, all finite; but of a first call
-    anything: in it the stages of torch's pipelines find out shapes."""
+    """The modules whose outputs ranks have as one device has them, all finite."""
     found = set()
     for name in all_outputs(one):
         event = (OUTPUT, name)
-        calls = [o.forward.get(event, []) for o in ranks]
-        first, later = [c for c in calls if len(c) == 1], [c[1:] for c in calls]
-        of_ranks = [x for c in (*first, *later) for x in c]
+        of_ranks = [x for o in ranks for x in o.forward.get(event, ())]
         if of_ranks and contained(ring, of_ranks, one.forward[event]):
             found.add(name)
     return frozenset(found)
