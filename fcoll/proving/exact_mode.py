@@ -297,11 +297,11 @@ class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
         return any(map(_is_float, _each([made])))
 
     def _uninitialized(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Elements that the other program has not: reading them makes a difference."""
+        """Elements that nobody else has: reading them makes a difference."""
         out = func(*args, **{k: _wide(v) for k, v in kwargs.items()})
         if out.is_floating_point():
             self._made += 1
-            name = f"uninitialized {self.label} {self._made}"
+            name = f"uninitialized {self.label} {self.rank} {self._made}"
             storage = torch.empty(0, dtype=torch.float64).set_(out.untyped_storage())
             storage.copy_(self.algebra.draw(name, storage.numel()))
         return out
