@@ -148,18 +148,17 @@ def test_partial_sums_are_found_by_a_trial(uncut_runs):
     assert verdict.equal and not uncut_runs, str(verdict)
 
     def build(mesh):
-        torch.manual_seed(0)
-        part = nn.Linear(DIM, DIM, bias=False)
-        with torch.no_grad():
-            part.weight.copy_(torch.randn(DIM, DIM))
         tp = mesh["tp"]
-        rows = nn.Linear(DIM // tp.size(), DIM, bias=False)
+        torch.manual_seed(0)
+        model, whole = nn.Module(), torch.randn(DIM, DIM)
+        model.part = nn.Linear(DIM, DIM, bias=False)
+        model.rows = nn.Linear(DIM // tp.size(), DIM, bias=False)
         with torch.no_grad():
-            rows.weight.copy_(cut(torch.randn(DIM, DIM), tp, 1))
+            model.rows.weight.copy_(cut(whole, tp, 1))
 
         def step(x):
-            y = Copy.apply(part(x), tp).chunk(tp.size(), -1)[tp.get_local_rank()]
-            loss = fcoll.all_reduce(rows(y), "sum", tp, grad="identity").square().sum()
+            y = Copy.apply(model.part(x), tp).chunk(tp.size(), -1)[tp.get_local_rank()]
+            loss = fcoll.all_reduce(model.rows(y), "sum", tp, grad="identity").square().sum()
             loss.backward()
             return loss
 
