@@ -11,11 +11,13 @@ that of x r. Elements that are numbers modulo p have 2^51 more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fcoll.proving.algebra import Algebra
+from fcoll.proving.known_results import KnownResults
 from fcoll.proving.ring import Ring
 
 _BITS = 2.0**17
@@ -58,9 +60,24 @@ class Degrees(Algebra):
         self.rings = rings  # of the trials that were run
         self.deepest = 0.0  # the largest degree of an argument of an uninterpreted function
         self._random = torch.Generator().manual_seed(0)
+        self._results = KnownResults()  # of rules: layers that are alike have the same degrees
+        self._numbered = 0  # tensors of new denominators
 
-    def _new(self, like: Tensor) -> Tensor:
-        """Numbers of denominators that nothing else has."""
+    def applied(self, rule: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        numbered = self._numbered
+        return self._results.of(
+            f"{name}, logarithms met" if self._has_met_logs() else name,
+            args,
+            kwargs,
+            lambda: rule(self, *args, **kwargs),
+            lambda: self._numbered == numbered,
+        )
+
+    def _new(self, like: Tensor, where: Tensor) -> Tensor:
+        """Numbers of denominators that nothing else has, where there are any."""
+        if not bool(where.any()):
+            return torch.zeros(like.shape, dtype=torch.float64)
+        self._numbered += 1
         return torch.randint(1, int(_BITS), like.shape, generator=self._random).to(torch.float64)
 
     def number(self, value: complex) -> Tensor:
@@ -99,7 +116,8 @@ class Degrees(Algebra):
 
     def inverse(self, x: Tensor) -> Tensor:
         top, over, _ = _parts(x)
-        return torch.where(_is_number(x), x, _made(over, top, self._new(x)))
+        number = _is_number(x)
+        return torch.where(number, x, _made(over, top, self._new(x, (top > 0) & ~number)))
 
     def bilinear(
         self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, terms: int = 1
@@ -123,7 +141,7 @@ class Degrees(Algebra):
         share."""
         top, over, _ = _parts(x)
         if shared is None:
-            top, over, shared = top + (terms - 1) * over, terms * over, self._new(like)
+            top, over, shared = top + (terms - 1) * over, terms * over, self._new(like, over > 0)
         done = _made(top.expand(like.shape), over.expand(like.shape), shared)
         return _marked(done, _is_number(x))
 
@@ -139,15 +157,17 @@ class Degrees(Algebra):
 
     def of_logs(self, x: Tensor) -> Tensor:
         """All, if a trial has met one: the degree is then no lower than that of those."""
-        found = any(ring.took_sigmoid_of_log for ring in self.rings)
-        return torch.full(x.shape, found) | (x == 0)
+        return torch.full(x.shape, self._has_met_logs()) | (x == 0)
+
+    def _has_met_logs(self) -> bool:
+        return any(ring.took_sigmoid_of_log for ring in self.rings)
 
     def root(self, x: Tensor) -> Tensor:
         """A new variable, whose square is x. It and its inverse count for 2: of powers from -m to n
         there are m + n, no more than twice the larger."""
         self._note(x)
         top, over, _ = _parts(x)
-        return _made((top / 2).ceil().clamp(min=2), (over / 2).ceil(), self._new(x))
+        return _made((top / 2).ceil().clamp(min=2), (over / 2).ceil(), self._new(x, over > 0))
 
     def inverse_root(self, x: Tensor) -> Tensor:
         self._note(x)
@@ -183,7 +203,7 @@ class Degrees(Algebra):
 
     def pick(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         (a, b, i), (c, d, j) = _parts(x), _parts(y)
-        which = torch.where(i == j, i, self._new(i + j))
+        which = torch.where(i == j, i, self._new(i + j, i != j))
         out = _made(torch.maximum(a, c), torch.maximum(b, d), which)
         out = _marked(out, _is_number(x) & _is_number(y))
         return torch.broadcast_tensors(out, condition)[0].clone()

@@ -48,6 +48,27 @@ def agrees(ring: Ring, value: Compared) -> bool:
     return all(want is None or (got is not None and same(ring, got, want)) for got, want in pairs)
 
 
+def differ_alike(wrong: Sequence[Compared], again: Sequence[Compared]) -> bool:
+    """Does any element differ in both of two trials?"""
+    found = {value.title: _differing(value) for value in again}
+    return any(
+        bool((x & y).any())
+        for value in wrong
+        for x, y in zip(_differing(value), found.get(value.title, ()), strict=False)
+        if x.shape == y.shape
+    )
+
+
+def _differing(value: Compared) -> list[Tensor]:
+    """Of each rank."""
+    return [
+        torch.tensor(want is not None)
+        if got is None or want is None or got.shape != want.shape
+        else got != want
+        for got, want in zip(value.got, value.want, strict=True)
+    ]
+
+
 def gradients_and_parameters(
     one: Observed, ranks: Sequence[Observed], layout: Layout
 ) -> tuple[list[Compared], list[Compared]]:

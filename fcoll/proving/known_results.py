@@ -22,8 +22,16 @@ class KnownResults:
         self._found: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
 
-    def of(self, name: str, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
-        """What ``compute()`` gives for these arguments, in tensors of its own."""
+    def of(
+        self,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        compute: Callable[[], Any],
+        is_function: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        """What ``compute()`` gives for these arguments, in tensors of its own. Kept if it then
+        ``is_function`` of them alone."""
         sizes: list[int] = []
         key = name, _key(args, sizes), _key(tuple(kwargs.items()), sizes)
         if max(sizes, default=0) > _LONGEST:
@@ -31,7 +39,8 @@ class KnownResults:
         if (known := self._found.get(key)) is not None:
             return _cloned(known[0])
         out = compute()
-        self._keep(key, _cloned(out), sum(sizes))
+        if is_function():
+            self._keep(key, _cloned(out), sum(sizes))
         return out
 
     def _keep(self, key: Hashable, out: Any, size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,13 @@ def parted(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The flat tensor in parts of these shapes, each with elements of its own."""
     parts = x.split([y.numel() for y in like])
     return [part.clone().view(y.shape) for part, y in zip(parts, like, strict=True)]
+
+
+def at_once(change: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """An elementwise change of each, made of all elements together."""
+    if not tensors:
+        return []
+    return parted(change(torch.cat([x.reshape(-1) for x in tensors])), tensors)
 
 
 def _is_wide(x: Any) -> bool:

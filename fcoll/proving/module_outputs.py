@@ -8,9 +8,12 @@ are sharded, gathered or cut into microbatches.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,18 +44,15 @@ class ModuleValues:
 
 @contextmanager
 def watched(
-    modules: Mapping[str, torch.nn.Module],
-    algebra: Algebra,
-    cuts: frozenset[str],
-    values: ModuleValues,
+    modules: Mapping[str, torch.nn.Module], algebra: Algebra, values: ModuleValues
 ) -> Iterator[None]:
-    """Inside, inputs and outputs are noted, and the outputs of ``cuts`` replaced. Hooks that a
-    parallel style has put on a module run before."""
+    """Inside, inputs and outputs are noted. Hooks that a parallel style has put on a module run
+    before."""
     if "" in modules:
         values.model = type(modules[""]).__name__
     with ExitStack() as stack:
         for name, module in modules.items():
-            watch = _Watch(name, algebra, name in cuts, values)
+            watch = _Watch(name, algebra, values)
             before = module.register_forward_pre_hook(watch.before, with_kwargs=True)
             stack.callback(before.remove)
             stack.callback(module.register_forward_hook(watch.after).remove)
@@ -63,26 +63,26 @@ def watched(
 class _Watch:
     name: str
     algebra: Algebra
-    is_cut: bool
     values: ModuleValues
+    calls: int = 0
+    is_dry: bool = False
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.values.lines.setdefault(self.name, user_line() or "")
+        if torch.compiler.is_compiling():
+            return
+        self.values.lines.setdefault(self.name, user_line() or "")
+        self.is_dry = not self.calls and _in_pipeline()
+        self.calls += 1
+        if not self.is_dry:
             for x in filter(_is_value, _torch.tree_leaves((args, kwargs))):
                 self._note(self.values.forward, INPUT, x)
 
-    def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None
-        done = _torch.tree_map(lambda x: self._returned(x) if _is_value(x) else x, out)
-        return done if self.is_cut else None
-
-    def _returned(self, x: Tensor) -> Tensor:
-        self._note(self.values.forward, OUTPUT, x)
-        if x.requires_grad:
-            x.register_hook(lambda grad: self._note(self.values.backward, GRADIENT, grad))
-        return _cut(x, self.algebra, self.name) if self.is_cut else x
+    def after(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling() and not self.is_dry:
+            for x in filter(_is_value, _torch.tree_leaves(out)):
+                self._note(self.values.forward, OUTPUT, x)
+                if x.requires_grad:
+                    x.register_hook(lambda grad: self._note(self.values.backward, GRADIENT, grad))
 
     def _note(self, values: Noted, what: str, x: Tensor) -> None:
         with _torch.raw():
@@ -97,11 +97,92 @@ def _is_value(x: Any) -> bool:
 # -- cuts ---
 
 
-def _cut(x: Tensor, algebra: Algebra, name: str) -> Tensor:
-    if not _torch.is_dtensor(x):
-        return _Uninterpreted.apply(x, algebra, name)
-    local = _Uninterpreted.apply(x.to_local(), algebra, name)  # type: ignore[attr-defined]
-    return _torch.like_dtensor(local, x)
+@dataclass(eq=False)
+class CutOutputs:
+    """What modules give on one device where they are cut: noted there, and then compared with what
+    they give on ranks. Where that is anything else, as partial sums are, is no place for a cut."""
+
+    noted: dict[str, list[Tensor]] = field(default_factory=dict)
+    known: dict[str, Tensor] | None = None  # sorted elements, when one device has run
+    other: str = ""  # a module that gives others on a rank
+
+    def compare(self) -> None:
+        """One device has run: ranks follow."""
+        self.known = {k: torch.cat(xs).sort().values for k, xs in self.noted.items()}
+        self.noted = {}
+
+    def see(self, name: str, x: Tensor) -> bool:
+        """Is it one device's?"""
+        if self.known is None:
+            self.noted.setdefault(name, []).append(x.flatten().clone())
+            return True
+        known = self.known.get(name, x.new_empty(0))
+        place = torch.searchsorted(known, x.contiguous()).clamp(max=len(known) - 1)
+        return bool(len(known)) and torch.equal(known[place], x)
+
+
+class CutElsewhere(Exception):
+    """A module gives ranks what it does not give one device."""
+
+
+@contextmanager
+def cut_at(
+    names: frozenset[str],
+    modules: Mapping[str, torch.nn.Module],
+    algebra: Algebra,
+    outputs: CutOutputs | None,
+) -> Iterator[None]:
+    """Inside, the outputs of these modules are replaced, and seen before."""
+    cuts = [_Cut(name, algebra, outputs) for name in modules if name in names]
+    with ExitStack() as stack:
+        for cut in cuts:
+            stack.callback(modules[cut.name].register_forward_hook(cut.after).remove)
+        yield
+
+
+@dataclass
+class _Cut:
+    name: str
+    algebra: Algebra
+    outputs: CutOutputs | None
+    calls: int = 0
+
+    def after(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        is_dry = not self.calls and _in_pipeline()
+        self.calls += 1
+        if not is_dry:
+            self._see(out)
+        return _torch.tree_map(lambda x: self._replaced(x) if _is_value(x) else x, out)
+
+    def _see(self, out: Any) -> None:
+        outputs = self.outputs
+        if outputs is None or outputs.other:
+            return
+        with _torch.raw():
+            values = [_torch.local_of(x).detach() for x in _torch.tree_leaves(out) if _is_value(x)]
+            is_one_devices = all([outputs.see(self.name, x) for x in values])
+        if not is_one_devices:
+            outputs.other = self.name
+            raise CutElsewhere(self.name)
+
+    def _replaced(self, x: Tensor) -> Tensor:
+        if not _torch.is_dtensor(x):
+            return _Uninterpreted.apply(x, self.algebra, self.name)
+        local = _Uninterpreted.apply(x.to_local(), self.algebra, self.name)  # type: ignore[attr-defined]
+        return _torch.like_dtensor(local, x)
+
+
+def _in_pipeline() -> bool:
+    """Is it called by torch's pipelines? Their first call of a stage is dry: of whatever is in
+    memory, to find out shapes."""
+    pipelining = sys.modules.get("torch.distributed.pipelining")
+    folder = os.path.dirname(getattr(pipelining, "__file__", None) or "")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (folder and frame.f_code.co_filename.startswith(folder)):
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Uninterpreted(torch.autograd.Function):
@@ -135,16 +216,22 @@ def contained(ring: Ring, ranks: list[Tensor], one: list[Tensor]) -> bool:
     return all(bool(torch.isin(x % ring.modulus, known).all()) for x in ranks)
 
 
+def all_outputs(one: ModuleValues) -> frozenset[str]:
+    """The modules that give values, all finite, on one device."""
+    return frozenset(
+        name
+        for (what, name), values in one.forward.items()
+        if what == OUTPUT and name and all(bool(x.isfinite().all()) for x in values)
+    )
+
+
 def cuttable(ring: Ring, one: ModuleValues, ranks: Sequence[ModuleValues]) -> frozenset[str]:
-    """The modules whose outputs ranks have as one device has them, all finite; but of a first call
-    anything: in it the stages of torch's pipelines find out shapes."""
+    """The modules whose outputs ranks have as one device has them, all finite."""
     found = set()
-    for (what, name), values in one.forward.items():
-        calls = [o.forward.get((what, name), []) for o in ranks]
-        first, later = [c for c in calls if len(c) == 1], [c[1:] for c in calls]
-        of_ranks = [x for c in (*first, *later) for x in c]
-        is_finite = all(bool(x.isfinite().all()) for x in values)
-        if what == OUTPUT and name and is_finite and of_ranks and contained(ring, of_ranks, values):
+    for name in all_outputs(one):
+        event = (OUTPUT, name)
+        of_ranks = [x for o in ranks for x in o.forward.get(event, ())]
+        if of_ranks and contained(ring, of_ranks, one.forward[event]):
             found.add(name)
     return frozenset(found)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra
+from fcoll.proving.lists import at_once
 
 
 def _adam(
@@ -118,10 +119,14 @@ def cut_around_steps(
 
     def cut(tensors: Iterable[Any]) -> None:
         with _torch.raw():
-            for x in tensors:
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    local = _torch.local_of(x).detach()
-                    local.copy_(algebra.cut(local))
+            floats = [x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
+            parts = [_torch.local_of(x).detach() for x in floats]
+            numbers = [x for x in parts if not x.dim()]  # some count steps
+            for x in numbers:
+                x.copy_(algebra.cut(x))
+            many = [x for x in parts if x.dim()]
+            for x, value in zip(many, at_once(algebra.cut, many), strict=True):
+                x.copy_(value)
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         cut(p.grad for p in params_of(optimizer))

@@ -21,7 +21,8 @@ from fcoll.proving.algebra import Algebra, Unlucky
 from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
 from fcoll.proving.escapes import Known, active, current, no_escapes
 from fcoll.proving.exact_mode import Exact, Refused, Wide
-from fcoll.proving.module_outputs import ModuleValues, watched
+from fcoll.proving.lists import at_once
+from fcoll.proving.module_outputs import CutElsewhere, CutOutputs, ModuleValues, cut_at, watched
 from fcoll.proving.optimizer_rules import cut_around_steps
 from fcoll.proving.shared_tensors import check_unwritten, shared_with_others
 from fcoll.proving.state import State, as_elements, buffers_of, optimizer_states
@@ -32,6 +33,7 @@ from fcoll.source import line_of
 from fcoll.tracing._torch import around_backward
 from fcoll.tracing.trace import backward_of
 
+LONGEST_S = 3600.0  # of all trials: a deep program on many ranks takes minutes
 Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
@@ -64,6 +66,7 @@ class Cuts:
 
     modules: frozenset[str] = frozenset()  # their outputs
     steps: bool = False  # what optimizers take and leave
+    outputs: CutOutputs | None = None  # to see what is cut
 
     def __bool__(self) -> bool:
         return bool(self.modules) or self.steps
@@ -154,7 +157,10 @@ class Program:
             ran_backward.discard(rank)
             # of a wrapper and what it wraps, which have one name, the inner one
             modules = {self.named(path): module for module, path in held.found.modules.items()}
-            noted = watched(modules, algebra, cuts.modules, observed.of_modules)
+            if cuts:
+                noted = cut_at(cuts.modules, modules, algebra, cuts.outputs)
+            else:
+                noted = watched(modules, algebra, observed.of_modules)
             steps = cut_around_steps(held.found.optimizers if cuts.steps else (), algebra)
             with _gradients_noted(held, observed), noted, steps, active(mode):
                 versions = {x: x._version for x in held.parameters.values()}
@@ -200,7 +206,9 @@ class Program:
             stack.enter_context(_torch.as_on_devices())
             try:
                 arithmetic, isolate = Folding(), self.isolate
-                return simulate_ranks(fn, self.mesh.size, isolate=isolate, arithmetic=arithmetic)
+                return simulate_ranks(
+                    fn, self.mesh.size, timeout=LONGEST_S, isolate=isolate, arithmetic=arithmetic
+                )
             except RankFailed as error:
                 if (meant := self._meant(error)) is None:
                     raise
@@ -209,7 +217,7 @@ class Program:
     def _meant(self, error: RankFailed) -> BaseException | None:
         """What a rank raised, as an answer; None if it is the error: calls that do not match."""
         cause = error.__cause__
-        if isinstance(cause, (Refused, Unlucky)):
+        if isinstance(cause, (Refused, Unlucky, CutElsewhere)):
             return cause
         if cause is None or isinstance(cause, FcollError):
             return None
@@ -332,8 +340,9 @@ def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None
         if (element := _number(x, algebra)) is not None:
             observed.outputs[name] = element
     with _torch.raw():
-        for name, x in held.parameters.items():
-            observed.parameters[name] = algebra.uncut(_torch.local_of(x).detach().clone())
+        parts = [_torch.local_of(x).detach() for x in held.parameters.values()]
+        whole = at_once(algebra.uncut, parts)
+        observed.parameters = dict(zip(held.parameters, whole, strict=True))
 
 
 def _number(x: Any, algebra: Algebra) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,20 @@ from fcoll.proving.correspondence import Data, Layout, Mesh, data_axes, locate
 from fcoll.proving.degrees import Degrees, degree_of
 from fcoll.proving.diagnosis import AGREE, differing, first_of_modules
 from fcoll.proving.exact_mode import Refused
-from fcoll.proving.judgement import Compared, agrees, gradients_and_parameters, results
-from fcoll.proving.module_outputs import cuttable, without_cuts
+from fcoll.proving.judgement import (
+    Compared,
+    agrees,
+    differ_alike,
+    gradients_and_parameters,
+    results,
+)
+from fcoll.proving.module_outputs import (
+    CutElsewhere,
+    CutOutputs,
+    all_outputs,
+    cuttable,
+    without_cuts,
+)
 from fcoll.proving.program import Build, Cuts, Observed, Plan, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.shared_state import watch_modules
@@ -129,6 +141,8 @@ class _Proof:
         if self.cuts and self.trials[-1].wrong:  # by the cuts, or by the program: without them, too
             self.cuts = UNCUT
             self._run(trials, may_cut=False)
+        if self.trials[-1].wrong and self.trials[-1].ring.poles:
+            self._check_poles(trials)
         if self.trials[-1].wrong:
             _check_inputs(self.alone.surveys[0].inputs, [s.inputs for s in self.parallel.surveys])
             return self._verdict(False, 0.0, self._explained())
@@ -139,6 +153,15 @@ class _Proof:
             why = f"its degree, up to {self.degree:.0f}, is more than the primes of the arithmetic"
             raise Refused(f"no difference in {trials} trials, but {why}: prove fewer layers")
         return self._verdict(True, bound, ())
+
+    def _check_poles(self, trials: int) -> None:
+        """A quotient written in two ways differs where a divisor has no inverse: by chance, each
+        time elsewhere."""
+        before = self.trials[-1]
+        self._run(trials, may_cut=False)
+        now = self.trials[-1]
+        if now.wrong and now.ring.poles and not differ_alike(before.wrong, now.wrong):
+            raise Refused(f"no difference but by divisors that are multiples of p = {now.ring.p}")
 
     def _explained(self) -> tuple[Difference, ...]:
         """What differs. First what a trial with a change has told, or where a gradient of a
@@ -179,7 +202,11 @@ class _Proof:
         return Verdict(equal, bound, len(self.trials), self.compared, differences, names, cuts=cuts)
 
     def _bound(self) -> float:
-        return math.prod(min(1.0, self.degree / trial.ring.p) for trial in self.trials)
+        """Twice as much where the values of denominators that are 0 modulo p were drawn."""
+        degrees = [self.degree * (2 if trial.ring.poles else 1) for trial in self.trials]
+        return math.prod(
+            min(1.0, d / trial.ring.p) for d, trial in zip(degrees, self.trials, strict=True)
+        )
 
     def _run(self, trials: int, may_cut: bool) -> None:
         """So many trials with new primes and values, and the degrees."""
@@ -191,48 +218,102 @@ class _Proof:
                 if attempt == ATTEMPTS - 1:
                     raise Refused(str(error)) from error
 
-    def _run_once(self, trials: int, may_cut: bool) -> None:
+    def _run_once(self, trials: int, may_cut: bool, everywhere: bool = True) -> None:
+        """A deep program is cut ``everywhere`` at once, or where a first trial tells."""
         rings = self._rings(trials)
         degrees = Degrees(rings)
-        one = self._alone([rings[0], degrees, *rings[1:]])
-        pieces = _Pieces(self._rings(trials))
+        one: list[Observed] = []
 
         def plan() -> Plan:
-            """The first trial and the degrees tell whether and where to cut."""
+            """Where one device's degree is high, ranks need not count theirs without cuts."""
+            one.extend((yield degrees, UNCUT))
+            self.degree = _highest(one) + degrees.deepest
+            if may_cut and everywhere and self._is_weak(rings[0]):
+                return
+            for ring in rings:
+                one.extend((yield ring, UNCUT))
+            if any(ring.took_sigmoid_of_log for ring in rings):  # of which degrees are told
+                one[:1] = yield degrees, UNCUT
+
+        self.alone.run(plan(), self._locate_alone)
+        if len(one) > 1:
+            return self._run_uncut(rings, degrees, one, may_cut)
+        if not self._run_cut(rings, all_outputs(one[0].of_modules)):
+            self._run_once(trials, may_cut, everywhere=False)
+
+    def _run_cut(self, rings: list[Ring], modules: frozenset[str]) -> bool:
+        """The trials with cuts at all outputs of modules. False if they cannot be there: if ranks
+        have others at one, or the first trial differs."""
+        outputs, pieces = CutOutputs(), _Pieces(rings)
+        cuts = replace(self._cuts_at(modules), outputs=outputs)
+
+        def plan() -> Plan:
+            seen = yield rings[0], cuts
+            pieces.seen.append(seen)
+            if not self._differs(rings[0], first, seen, len(rings)):
+                yield from pieces.plan(replace(cuts, outputs=None))
+
+        self.trials, self.cuts = [], cuts
+        try:
+            (first,) = self._alone(rings[:1], cuts)
+            outputs.compare()
+            self.parallel.run(plan(), self._locate)
+        except (CutElsewhere, Refused):
+            outputs.other = outputs.other or "refused"
+        if outputs.other or self.trials[0].wrong:
+            self.trials, self.cuts = [], UNCUT
+            return False
+        self._judge(pieces, [first])
+        return True
+
+    def _run_uncut(
+        self, rings: list[Ring], degrees: Degrees, one: list[Observed], may_cut: bool
+    ) -> None:
+        """The trials, and the degrees; the first tells where to cut, if it must be."""
+        of_degrees, first, *others = one
+        pieces = _Pieces(self._rings(len(rings)))
+
+        def plan() -> Plan:
             seen = yield rings[0], UNCUT
-            if self._differs(rings[0], one[0], seen, trials):
+            if self._differs(rings[0], first, seen, len(rings)):
                 return
             of_ranks = [o.of_modules for o in seen]
 
             def cuts() -> Cuts:
-                if not may_cut or self.degree / rings[0].p <= WEAK:
+                if not may_cut or not self._is_weak(rings[0]):
                     return UNCUT
-                modules = cuttable(rings[0], one[0].of_modules, of_ranks)
-                return Cuts(modules, self.alone.surveys[0].has_optimizer)
+                return self._cuts_at(cuttable(rings[0], first.of_modules, of_ranks))
 
-            self.degree = _highest(one[1:2]) + degrees.deepest
-            self.cuts = cuts()  # where one device's degree is high, ranks need not count theirs
+            self.cuts = cuts()
             if not self.cuts:
-                self.degree = _highest([one[1], *(yield degrees, UNCUT)]) + degrees.deepest
+                self.degree = _highest([of_degrees, *(yield degrees, UNCUT)]) + degrees.deepest
                 self.cuts = cuts()
             if self.cuts:
-                for algebra in pieces.algebras:
-                    pieces.seen.append((yield algebra, self.cuts))
+                yield from pieces.plan(self.cuts)
                 return
-            for ring, alone in zip(rings[1:], one[2:], strict=True):
-                if self._differs(ring, alone, (yield ring, UNCUT), trials):
+            for ring, alone in zip(rings[1:], others, strict=True):
+                if self._differs(ring, alone, (yield ring, UNCUT), len(rings)):
                     return
 
+        self.degree = _highest([of_degrees]) + degrees.deepest
         self.parallel.run(plan(), self._locate)
         if self.cuts:
+            self.trials = []
             self._judge(pieces)
 
-    def _judge(self, pieces: _Pieces) -> None:
-        """The trials with cuts, in place of that without."""
-        self.trials = []
-        one = self._alone(pieces.algebras, self.cuts)
+    def _is_weak(self, ring: Ring) -> bool:
+        return self.degree / ring.p > WEAK
+
+    def _cuts_at(self, modules: frozenset[str]) -> Cuts:
+        return Cuts(modules, self.alone.surveys[0].has_optimizer)
+
+    def _judge(self, pieces: _Pieces, known: Sequence[Observed] = ()) -> None:
+        """The trials with cuts, those that one device has not run yet."""
+        n, cuts = len(known), replace(self.cuts, outputs=None)
+        one = [*known, *self._alone(pieces.algebras[n:], cuts)]
         self.degree = _highest([one[-1], *pieces.seen[-1]]) + pieces.degrees.deepest
-        for ring, alone, seen in zip(pieces.rings, one[:-1], pieces.seen[:-1], strict=True):
+        runs = list(zip(pieces.rings, one[:-1], pieces.seen[:-1], strict=True))
+        for ring, alone, seen in runs[n:]:
             if self._differs(ring, alone, seen, len(pieces.rings)):
                 return
 
@@ -316,6 +397,11 @@ class _Pieces:
     def __post_init__(self) -> None:
         self.degrees = Degrees(self.rings)
         self.algebras = [*self.rings, self.degrees]
+
+    def plan(self, cuts: Cuts) -> Plan:
+        """Of those that were not run."""
+        for algebra in self.algebras[len(self.seen) :]:
+            self.seen.append((yield algebra, cuts))
 
 
 @dataclass

@@ -32,6 +32,7 @@ _MANY_PRODUCTS = 2**15  # from there on BLAS is faster than int64
 _FEW_ADDENDS = 2**11  # of residues, in an int64
 _FEW = 2**12  # elements: below, an op's call costs more than what it computes
 _SMALL = 2**12  # numerators and denominators of values that are taken for constants
+_MOST_POLES = 8  # times as many as there are by chance
 _WORD = 2**64
 NO_ELEMENT = "a value that is not finite, or was not made by the step's own ops"
 
@@ -53,6 +54,7 @@ class Ring(Algebra):
         self._results = KnownResults()  # of rules: ranks hold copies
         self._residues: dict[float, float] = {}  # of the program's numbers
         self.took_log = self.took_sigmoid_of_log = False
+        self.poles = self._inverted = 0  # elements that have no inverse, of so many
 
     @property
     def modulus(self) -> int:
@@ -277,14 +279,25 @@ class Ring(Algebra):
         return self._whole(c0, c1, c2)
 
     def inverse(self, x: Tensor) -> Tensor:
+        """Uninterpreted of the few elements that are multiples of p by chance."""
         if bool((x == 0).any()):
             raise Unlucky("a division by zero")
         x0 = _mod(x, self.p)
-        if bool((x0 == 0).any()):
-            raise Unlucky("a division by a multiple of p")
+        self._inverted += x.numel()
+        if has_poles := bool((is_pole := x0 == 0).any()):
+            self._note_poles(int(is_pole.sum()))
         y = _inverses(self.p)[x0.to(torch.int64)]
         rest = self._add(self.number(1), self._neg(self.mul(x, y)))  # a multiple of p
-        return self.mul(y, self._add(self.number(1), self._add(rest, self.mul(rest, rest))))
+        done = self.mul(y, self._add(self.number(1), self._add(rest, self.mul(rest, rest))))
+        return (
+            torch.where(is_pole, self._hash("1 / a multiple of p", x), done) if has_poles else done
+        )
+
+    def _note_poles(self, count: int) -> None:
+        """One of p elements is a multiple of p by chance; where many more are, by the program."""
+        self.poles += count
+        if self.poles * self.p > _MOST_POLES * self._inverted:
+            raise Unlucky("a division by a multiple of p")
 
     # -- functions ---
 

@@ -80,6 +80,21 @@ def test_inverse():
             RING.inverse(tensor([x]))
 
 
+def test_few_elements_without_an_inverse():
+    """As many as there are by chance are uninterpreted; a divisor that always is one is not."""
+    ring, x = Ring(P, 1), torch.arange(1.0, 2 * P + 1, dtype=torch.float64)
+    done = ring.inverse(x)
+    poles = x % P == 0
+    assert ring.poles == int(poles.sum()) == 2
+    rest = x[~poles][::1000]
+    assert ints(done[~poles][::1000]) == [pow(v, -1, N) for v in ints(rest)]
+    assert torch.equal(done[poles], ring.inverse(x)[poles]), "a function of the element"
+    assert len(set(ints(done[poles]))) == 2
+    with pytest.raises(Unlucky):
+        for _ in range(30):
+            ring.inverse(tensor([P]))
+
+
 def test_floats_are_dyadic_rationals():
     values = [0.0, 1.0, -1.0, 0.5, 0.1, -3.75, 1e-8, 1e30, 5e-324, 3.0e38, -(2.0**-60)]
     got = RING.lift(tensor(values))
@@ -252,6 +267,33 @@ def test_degrees_of_fractions_that_share_a_denominator():
     assert degree_of(d.bilinear(lambda a, b: a.t() @ b, rows, rows, 2)) == 4
     assert degree_of(d.bilinear(torch.mul, rows, d.inverse(w))) == 2
     assert degree_of(d.add(d.mul(rows, rows), rows)) == 3  # x^2/s^2 + x/s, not known to be over s^2
+
+
+def test_degrees_that_are_found_again_keep_denominators_apart():
+    """What makes a new denominator makes another one each time; what makes none is kept."""
+    d = Degrees()
+    runs = []
+
+    def apply(name, rule, *args):
+        return d.applied(lambda a, *x: runs.append(name) or rule(a, *x), name, args, {})
+
+    x = d.draw("x", 4)
+    first, second = (apply("reciprocal", lambda a, x: a.inverse(x), x) for _ in range(2))
+    assert degree_of(d.add(first, first)) == 1 and degree_of(d.add(first, second)) == 2
+    for _ in range(2):
+        assert degree_of(apply("mul", lambda a, x, y: a.mul(x, y), x, x)) == 2
+        assert degree_of(apply("sum", lambda a, x: a.total(x, [0]), first)) == 4
+    assert runs.count("reciprocal") == runs.count("sum") == 2 and runs.count("mul") == 1
+
+
+def test_degrees_know_of_logarithms_that_are_met_later():
+    met = Ring(P, 1)
+    d = Degrees([met])
+    x = d.mul(d.draw("x", 1), d.draw("y", 1))
+    sigmoid = lambda: degree_of(d.applied(lambda a, x: a.sigmoid(x), "sigmoid", (x,), {}))  # noqa: E731
+    assert sigmoid() == 1
+    met.took_sigmoid_of_log = True
+    assert sigmoid() == 6
 
 
 def test_degrees_of_exponentials_and_roots():
