@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *dir(torch_dist)})
 
 
-class Handle:
+class TracedWork:
     """The handle of a traced call with ``async_op=True``: torch.distributed's Work in a trace."""
 
     def __init__(self, result: Tensor, *outs: Tensor) -> None:
@@ -140,7 +140,7 @@ def _traceable(
     return call
 
 
-def _started(op: str, name: str, message: c10d.Message) -> Handle:
+def _started(op: str, name: str, message: c10d.Message) -> TracedWork:
     """Issue a message by the row that returns a new tensor."""
     row, args = functional_row(COLLECTIVES[message.row]), list(message.args)
     if (at := row.position.get("reduce_op")) is not None:
@@ -156,7 +156,7 @@ def _started(op: str, name: str, message: c10d.Message) -> Handle:
     have = sum(_numels(outs))
     if outs and guard_or_false(have != result.numel()):
         fail(BadOutput, op=op, got=f"{have} elements", want=f"{result.numel()}")
-    return Handle(result, *outs)
+    return TracedWork(result, *outs)
 
 
 def _issue(name: str, *args: Any) -> Any:
@@ -377,6 +377,6 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
     tensors = [p.tensor for p in p2p_op_list]
     results = _issue("batch_p2p_ops", ops, peers, tags, tensors, *names)
     return [
-        Handle(result) if op == "isend" else Handle(result, tensor)
+        TracedWork(result) if op == "isend" else TracedWork(result, tensor)
         for op, result, tensor in zip(ops, results, tensors, strict=True)
     ]

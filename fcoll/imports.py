@@ -34,10 +34,10 @@ def when_imported(name: str, act: Callable[[], object]) -> None:
 
 def before_import(matches: Callable[[str], bool], act: Callable[[], object]) -> None:
     """Call a function once, before the first import of a module whose name matches."""
-    sys.meta_path.insert(0, _Watch(matches, act))
+    sys.meta_path.insert(0, _ImportWatch(matches, act))
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _ImportWatch(importlib.abc.MetaPathFinder):
     """Finds nothing; goes when it has acted."""
 
     def __init__(self, matches: Callable[[str], bool], act: Callable[[], object]) -> None:

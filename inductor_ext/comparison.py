@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from fcoll.errors import PlanMismatch
-from fcoll.graph.call_agreement import Call, Compared, calls_by_group, compare, compared
+from fcoll.graph.call_agreement import Call, ComparedCalls, calls_by_group, compare, compared
 from fcoll.graph.issued import Issued, collectives_of
 from fcoll.graph.nodes import has_named_group, regions_of
 from fcoll.groups import by_name
@@ -73,7 +73,7 @@ class Runs:
         self.card = card
         self.count = 0
         self.groups: list[str] = []  # by name: a loaded graph must not keep a destroyed one alive
-        self.begun: list[Compared] = []  # of its groups, once all agreed
+        self.begun: list[ComparedCalls] = []  # of its groups, once all agreed
 
     def __call__(self) -> None:
         if not self.count:

@@ -174,3 +174,12 @@ def test_private_torch_names_are_in_one_file(package):
         if PRIVATE.match(name)
     ]
     assert not found, "move into _torch.py:\n" + "\n".join(found)
+
+
+def test_a_class_name_has_one_meaning():
+    classes: dict[str, list[Path]] = {}
+    for path in (path for package in PACKAGES for path in files(package)):
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(path)
+    assert not {name: paths for name, paths in classes.items() if len(paths) > 1}

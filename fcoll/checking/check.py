@@ -19,7 +19,7 @@ from typing import Any
 
 from fcoll.checking.kinds import Kinds, find_kinds, moved, witnesses
 from fcoll.checking.membership import groups_meet
-from fcoll.checking.proofs import Known, Program, no_deadlock, same_calls, transfers_meet
+from fcoll.checking.proofs import KnownSizes, RankCalls, no_deadlock, same_calls, transfers_meet
 from fcoll.checking.provenance import Origins, origins_of
 from fcoll.checking.simulated_run import Ran, check_size, run_on_ranks
 from fcoll.errors import BadMesh, DataDependent, FcollError
@@ -185,7 +185,7 @@ def _proved(board: Board, ranks: Iterable[int] | str | None, size: int, tell: Pr
         traced, programs, complete = _traced(board, ranks, size, tell)
     if any(program.new_groups for program in programs.values()):
         groups_meet(programs)
-    known = Known(programs)
+    known = KnownSizes(programs)
     groups = same_calls(programs, known)
     transfers_meet(programs, known)
     no_deadlock(programs)
@@ -238,7 +238,7 @@ def _on_decisions(lines: Iterable[str], excess: DataDependent | None) -> Iterato
 
 def _traced(
     board: Board, ranks: Iterable[int] | str | None, size: int, tell: Progress
-) -> tuple[dict[int, Program], dict[int, Program], bool]:
+) -> tuple[dict[int, RankCalls], dict[int, RankCalls], bool]:
     """The programs that were traced, those to prove it for, and whether these are all ranks."""
     if ranks is None and size > EVERY_RANK_UP_TO:
         kinds = find_kinds(board, _program, tell)
@@ -255,9 +255,9 @@ def _within(ranks: Iterable[int], size: int) -> list[int]:
     return list(ranks)
 
 
-def _trace(board: Board, chosen: list[int], progress: Progress) -> dict[int, Program]:
+def _trace(board: Board, chosen: list[int], progress: Progress) -> dict[int, RankCalls]:
     """The programs of these ranks, and of all that they exchange messages with."""
-    programs: dict[int, Program] = {}
+    programs: dict[int, RankCalls] = {}
     tracer = Tracer(partial(_program, board))
     todo = chosen
     while todo:
@@ -269,7 +269,7 @@ def _trace(board: Board, chosen: list[int], progress: Progress) -> dict[int, Pro
     return programs
 
 
-def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, Program], bool]:
+def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, RankCalls], bool]:
     """The programs to prove it for, and is it then proved for all ranks? Of several kinds that
     make their calls in different orders all ranks are run against each other."""
     orders = {_order(program) for program in kinds.traced.values()}
@@ -282,7 +282,7 @@ def _to_prove(kinds: Kinds, size: int) -> tuple[dict[int, Program], bool]:
     return witnesses(kinds), False
 
 
-def _order(program: Program) -> tuple[Any, ...]:
+def _order(program: RankCalls) -> tuple[Any, ...]:
     """The order of a rank's calls: if all ranks have the same, nobody waits in a circle."""
     calls = tuple(
         (kind, program.calls[i].group) if not program.calls[i].row.is_p2p else (kind, i, "message")
@@ -295,7 +295,7 @@ def _order(program: Program) -> tuple[Any, ...]:
 # -- what a rank does ---
 
 
-def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
+def _program(board: Board, rank: int, alike: Alike | None = None) -> RankCalls:
     try:
         with board.traced(rank, alike) as traced:
             calls = traced.collectives
@@ -308,7 +308,7 @@ def _program(board: Board, rank: int, alike: Alike | None = None) -> Program:
         calls = tuple(with_sizes(call, traced.taken) for call in calls)
     read = any(has_symbols((call.shapes, call.args)) for call in calls)
     origins = origins_of(traced.graph_module.graph, calls, rank) if read else Origins()
-    return Program(
+    return RankCalls(
         rank,
         calls,
         _events(traced),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from fcoll.checking.proofs import Program
+from fcoll.checking.proofs import RankCalls
 from fcoll.checking.provenance import Origins, Term
 from fcoll.tracing.equivalent_ranks import Alike, together, told_apart
 from fcoll.tracing.peers import Board
@@ -32,7 +32,7 @@ class Kinds:
     known)."""
 
     axes: dict[str, int]
-    traced: dict[int, Program]
+    traced: dict[int, RankCalls]
     of: Any  # for each rank, the traced one that it is like
 
     @property
@@ -41,7 +41,7 @@ class Kinds:
 
 
 def find_kinds(
-    board: Board, program: Callable[[Board, int, Alike | None], Program], progress: Progress
+    board: Board, program: Callable[[Board, int, Alike | None], RankCalls], progress: Progress
 ) -> Kinds:
     """Trace ranks until all are known, or for as long as patience lasts."""
     world = Alike(board.axes, 0)
@@ -83,12 +83,12 @@ def _firsts(colours: Any) -> Iterator[tuple[int, Any]]:
     yield from zip(firsts.tolist(), values.tolist(), strict=True)
 
 
-def witnesses(kinds: Kinds) -> dict[int, Program]:
+def witnesses(kinds: Kinds) -> dict[int, RankCalls]:
     """Programs of ranks that meet: of every kind and axis a rank of each kind in its group, and all
     that they send messages to."""
     world = Alike(kinds.axes, 0)
     todo = list(kinds.traced)
-    chosen: dict[int, Program] = {}
+    chosen: dict[int, RankCalls] = {}
     for rank in kinds.traced:
         for axis, n in kinds.axes.items():
             members = world.member(axis, numpy.arange(n)[:, None])[:, rank]
@@ -105,7 +105,7 @@ def witnesses(kinds: Kinds) -> dict[int, Program]:
 # -- a program of another rank ---
 
 
-def moved(program: Program, rank: int, world: Alike) -> Program:
+def moved(program: RankCalls, rank: int, world: Alike) -> RankCalls:
     """The program as a rank runs it that is like the one of which it is: on its own groups."""
     if rank == program.rank:
         return program
@@ -123,7 +123,7 @@ def moved(program: Program, rank: int, world: Alike) -> Program:
             for ((ranks, i), k), terms in program.origins.sent.items()
         },
     )
-    return Program(rank, calls, program.events, (), origins, new_groups=program.new_groups)
+    return RankCalls(rank, calls, program.events, (), origins, new_groups=program.new_groups)
 
 
 def _moved(term: Term, groups: dict[Any, Any], rank: int) -> Term:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fcoll.checking.proofs import Program
+from fcoll.checking.proofs import RankCalls
 from fcoll.errors import GroupMismatch
 from fcoll.tracing.fake_world import NewGroup
 
 
-def groups_meet(programs: dict[int, Program]) -> None:
+def groups_meet(programs: dict[int, RankCalls]) -> None:
     """Raise for the first group that a rank makes and another member does not, or of whose name
     another rank makes another group. A group of one rank meets nobody."""
     by_rank = {rank: dict(_names(rank, program.new_groups)) for rank, program in programs.items()}
@@ -32,7 +32,7 @@ def groups_meet(programs: dict[int, Program]) -> None:
 
 
 def _raise(
-    programs: dict[int, Program], rank: int, group: NewGroup, other: int, theirs: NewGroup | None
+    programs: dict[int, RankCalls], rank: int, group: NewGroup, other: int, theirs: NewGroup | None
 ) -> None:
     same_ranks = [g for g in programs[other].new_groups if g.ranks == group.ranks]
     if theirs is not None:

@@ -19,7 +19,7 @@ from fcoll.tracing.fake_world import NewGroup
 
 
 @dataclass(frozen=True)
-class Transfer:
+class PairedMessage:
     """One message of a point-to-point call."""
 
     call: Issued
@@ -38,7 +38,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Program:
+class RankCalls:
     """The calls of one rank, and the order in which it starts and waits for them."""
 
     rank: int
@@ -50,7 +50,7 @@ class Program:
     own_backward: bool = False  # does the step run a backward pass itself?
     new_groups: tuple[NewGroup, ...] = ()  # that building it and the step make
 
-    def transfers(self) -> Iterator[Transfer]:
+    def transfers(self) -> Iterator[PairedMessage]:
         return itertools.chain.from_iterable(transfers_of(c, self.rank) for c in self.calls)
 
     def peers(self) -> list[int]:
@@ -60,11 +60,11 @@ class Program:
 # -- what is known of sizes ---
 
 
-class Known:
+class KnownSizes:
     """The sizes of all programs. Where only a run knows one, ``notes`` say what was not compared,
     or from what it follows; each line of the program is named once."""
 
-    def __init__(self, programs: dict[int, Program]) -> None:
+    def __init__(self, programs: dict[int, RankCalls]) -> None:
         self.programs = programs
         self._notes: dict[Any, str] = {}
 
@@ -118,7 +118,7 @@ def _calls_in(term: Any) -> Iterator[Any]:
 # -- proof 1: the members of a group make the same calls ---
 
 
-def same_calls(programs: dict[int, Program], known: Known) -> int:
+def same_calls(programs: dict[int, RankCalls], known: KnownSizes) -> int:
     """Compare all traced members of every group; the number of groups."""
     by_group: dict[GroupKey, dict[int, list[Issued]]] = defaultdict(dict)
     for rank, program in programs.items():
@@ -131,7 +131,7 @@ def same_calls(programs: dict[int, Program], known: Known) -> int:
     return len(by_group)
 
 
-def _compare(members: dict[int, list[Issued]], known: Known) -> None:
+def _compare(members: dict[int, list[Issued]], known: KnownSizes) -> None:
     """Raise for the first call in which the members of a group differ."""
     longest = max(map(len, members.values()))
     for i in range(longest):
@@ -146,7 +146,9 @@ def _apart(members: dict[int, list[Issued]], rank: int, other: int, i: int) -> b
     return members[rank][i].source != members[other][i].source
 
 
-def _disagreements(calls: dict[int, Issued | None], known: Known) -> Iterator[tuple[int, int, str]]:
+def _disagreements(
+    calls: dict[int, Issued | None], known: KnownSizes
+) -> Iterator[tuple[int, int, str]]:
     """(a rank of the majority, one that differs from it, in what)."""
     signatures = {rank: signature(call, rank, known) for rank, call in calls.items()}
     usual = Counter(signatures.values()).most_common(1)[0][0]
@@ -162,7 +164,7 @@ def _disagreements(calls: dict[int, Issued | None], known: Known) -> Iterator[tu
     yield from _own_parts(present, known)
 
 
-def signature(call: Issued | None, rank: int, known: Known) -> Any:
+def signature(call: Issued | None, rank: int, known: KnownSizes) -> Any:
     """What must be the same on all ranks."""
     if call is None:
         return None
@@ -183,7 +185,7 @@ def _difference(x: Any, y: Any) -> str:
     return f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
 
 
-def _own_parts(calls: dict[int, Issued], known: Known) -> Iterator[tuple[int, int, str]]:
+def _own_parts(calls: dict[int, Issued], known: KnownSizes) -> Iterator[tuple[int, int, str]]:
     """What rank a sends to b is what b expects from a."""
     same: set[frozenset[int]] = set()  # pairs whose counts only a run knows: those that match,
     other: dict[tuple[int, int], str] = {}  # and those of which it cannot be told
@@ -244,15 +246,17 @@ def _some(ranks: tuple[int, ...]) -> str:
 # -- proof 2: sends meet receives ---
 
 
-def transfers_of(call: Issued, me: int) -> Iterator[Transfer]:
+def transfers_of(call: Issued, me: int) -> Iterator[PairedMessage]:
     """The messages of a point-to-point call; none of another."""
     of_each = zip(messages_of(call), call.shapes, call.dtypes, strict=True)
     for (sends, peer, tag), shape, dtype in of_each if call.row.is_p2p else ():
-        yield Transfer(call, sends, me, call.ranks[peer], tag, shape, dtype)
+        yield PairedMessage(call, sends, me, call.ranks[peer], tag, shape, dtype)
 
 
-def transfers_meet(programs: dict[int, Program], known: Known) -> None:
-    lanes: dict[Any, tuple[list[Transfer], list[Transfer]]] = defaultdict(lambda: ([], []))
+def transfers_meet(programs: dict[int, RankCalls], known: KnownSizes) -> None:
+    lanes: dict[Any, tuple[list[PairedMessage], list[PairedMessage]]] = defaultdict(
+        lambda: ([], [])
+    )
     for program in programs.values():
         for transfer in program.transfers():
             lanes[transfer.lane][0 if transfer.sends else 1].append(transfer)
@@ -270,7 +274,7 @@ def transfers_meet(programs: dict[int, Program], known: Known) -> None:
         _raise_transfer(*problem)
 
 
-def _misfit(send: Transfer | None, receive: Transfer | None, known: Known) -> str:
+def _misfit(send: PairedMessage | None, receive: PairedMessage | None, known: KnownSizes) -> str:
     if send is None:
         return "a receive that nobody sends to"
     if receive is None:
@@ -285,7 +289,10 @@ def _misfit(send: Transfer | None, receive: Transfer | None, known: Known) -> st
 
 
 def _raise_transfer(
-    send: Transfer | None, receive: Transfer | None, common: Transfer | None, why: str
+    send: PairedMessage | None,
+    receive: PairedMessage | None,
+    common: PairedMessage | None,
+    why: str,
 ) -> None:
     ends = [t for t in (send, receive) if t is not None]
     lines = [f"between ranks {ends[0].me} and {ends[0].peer}: {why}"]
@@ -316,7 +323,7 @@ class _Turn:
     waits: list[tuple[tuple[int, ...], Any, int]]
 
 
-def _turns(program: Program) -> Iterator[_Turn]:
+def _turns(program: RankCalls) -> Iterator[_Turn]:
     """A collective holds a rank until all members are there, a message only where it is waited for,
     until the other side has started."""
     counts: Counter[Any] = Counter()
@@ -340,7 +347,7 @@ def _turns(program: Program) -> Iterator[_Turn]:
 class _Run:
     """The programs run against each other."""
 
-    def __init__(self, programs: dict[int, Program]) -> None:
+    def __init__(self, programs: dict[int, RankCalls]) -> None:
         self.turns = {rank: list(_turns(program)) for rank, program in programs.items()}
         self.at = dict.fromkeys(programs, 0)  # rank -> its turn
         self.sent: Counter[tuple[int, Any]] = Counter()
@@ -373,7 +380,7 @@ class _Run:
         ]
 
 
-def no_deadlock(programs: dict[int, Program]) -> None:
+def no_deadlock(programs: dict[int, RankCalls]) -> None:
     run = _Run(programs)
     while any([run.advance(rank) for rank in programs]):
         pass

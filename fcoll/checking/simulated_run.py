@@ -18,7 +18,7 @@ from fcoll.simulation.baton import this_rank
 from fcoll.simulation.ranks import simulate_ranks
 from fcoll.source import line_of
 from fcoll.tracing import _torch
-from fcoll.tracing.fakes import Found, reachable
+from fcoll.tracing.fakes import Reachable, reachable
 from fcoll.tracing.trace import backward_of
 
 MOST_RANKS = 64  # threads, each with a model of its own
@@ -55,7 +55,7 @@ def run_on_ranks(
 ) -> Ran:
     """Build and run the program on every rank of the mesh. What a rank raises is raised."""
     size = prod(axes.values())
-    program = _Program(build, axes, mode)
+    program = _ProgramOfRank(build, axes, mode)
     ended = 0
 
     def run(rank: int) -> tuple[list[str], list[Tensor]]:
@@ -79,7 +79,7 @@ def run_on_ranks(
 
 
 @dataclass
-class _Program:
+class _ProgramOfRank:
     """What each simulated rank runs."""
 
     build: Callable[..., Any]
@@ -110,7 +110,7 @@ class _Program:
             self.ran_backward.add(me.number)
 
 
-def _check_real(objects: Found) -> None:
+def _check_real(objects: Reachable) -> None:
     for x, name in objects.tensors.values():
         if x.is_meta or isinstance(x, _torch.FakeTensor):
             hint = (
@@ -120,7 +120,7 @@ def _check_real(objects: Found) -> None:
             raise NoValues(what=f"the tensor {name!r} of the program", hint=hint)
 
 
-def _not_finite(out: Any, objects: Found) -> Iterator[str]:
+def _not_finite(out: Any, objects: Reachable) -> Iterator[str]:
     """Which results and gradients have NaN or infinite elements."""
     for path, x in tree_flatten_with_path(out)[0]:
         if isinstance(x, Tensor) and (what := _bad(x)):

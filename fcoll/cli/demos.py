@@ -36,7 +36,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Config:
+class ModelConfig:
     layers: int
     dim: int
     heads: int
@@ -48,11 +48,11 @@ class Config:
     experts: int = 0
 
 
-LLAMA3_8B = Config(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
-LLAMA3_70B = Config(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28672)
-LLAMA3_405B = Config(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248)
+LLAMA3_8B = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
+LLAMA3_70B = ModelConfig(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28672)
+LLAMA3_405B = ModelConfig(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248)
 MIXTRAL_8X7B = replace(LLAMA3_8B, vocab=32000, experts=8)
-TINY = Config(layers=2, dim=64, heads=8, kv_heads=8, hidden=128, vocab=256, seq=32)
+TINY = ModelConfig(layers=2, dim=64, heads=8, kv_heads=8, hidden=128, vocab=256, seq=32)
 
 
 # -- the model ---
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.head_dim = c.dim // c.heads
         kv = c.kv_heads * self.head_dim
@@ -95,7 +95,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(c.dim, c.hidden, bias=False)
         self.w2 = nn.Linear(c.hidden, c.dim, bias=False)
@@ -105,8 +105,8 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
-    def __init__(self, c: Config, feed_forward: Callable[[Config], nn.Module]) -> None:
+class TransformerBlock(nn.Module):
+    def __init__(self, c: ModelConfig, feed_forward: Callable[[ModelConfig], nn.Module]) -> None:
         super().__init__()
         self.attention_norm, self.attention = RMSNorm(c.dim), Attention(c)
         self.ffn_norm, self.feed_forward = RMSNorm(c.dim), feed_forward(c)
@@ -120,11 +120,11 @@ class Llama(nn.Module):
     """Token ids (B, L) -> logits (B, L, V)."""
 
     def __init__(
-        self, c: Config, feed_forward: Callable[[Config], nn.Module] = FeedForward
+        self, c: ModelConfig, feed_forward: Callable[[ModelConfig], nn.Module] = FeedForward
     ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab, c.dim)
-        self.layers = nn.ModuleList(Block(c, feed_forward) for _ in range(c.layers))
+        self.layers = nn.ModuleList(TransformerBlock(c, feed_forward) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim)
         self.output = nn.Linear(c.dim, c.vocab, bias=False)
         half = c.dim // c.heads // 2
@@ -270,7 +270,7 @@ def axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 def llama(
     mesh: DeviceMesh,
-    config: Config = LLAMA3_8B,
+    config: ModelConfig = LLAMA3_8B,
     split: Callable[[Llama, DeviceMesh], None] = tensor_parallel,
     replicate: bool = False,
 ) -> Step:
@@ -300,7 +300,7 @@ def llama(
 class Experts(nn.Module):
     """A mixture of experts spread over ep. Each takes up to ``capacity`` tokens of every rank."""
 
-    def __init__(self, c: Config, ep: DeviceMesh) -> None:
+    def __init__(self, c: ModelConfig, ep: DeviceMesh) -> None:
         super().__init__()
         self.ep, self.n = ep, c.experts
         self.capacity = 2 * c.batch * c.seq // c.experts
@@ -326,7 +326,7 @@ class Experts(nn.Module):
         return y_TD.view_as(x_BLD)
 
 
-def mixture(mesh: DeviceMesh, config: Config = MIXTRAL_8X7B) -> Step:
+def mixture(mesh: DeviceMesh, config: ModelConfig = MIXTRAL_8X7B) -> Step:
     """A training step of a mixture of experts: experts over ep, the rest replicated over it."""
     ep = axis(mesh, "ep")
     if ep is None:
@@ -349,7 +349,7 @@ def mixture(mesh: DeviceMesh, config: Config = MIXTRAL_8X7B) -> Step:
     return step, (tokens, tokens)
 
 
-def pipeline(mesh: DeviceMesh, config: Config = LLAMA3_8B, microbatches: int = 8) -> Step:
+def pipeline(mesh: DeviceMesh, config: ModelConfig = LLAMA3_8B, microbatches: int = 8) -> Step:
     """A training step in stages over pp, one forward and one backward in turn (1F1B)."""
     pp = axis(mesh, "pp")
     if pp is None:

@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass
-class Compared:
+class ComparedCalls:
     """A group's comparisons so far: their number, the digests on which its ranks agreed, and
     how many lists this rank has begun since the last one (who runs a list counts it)."""
 
@@ -72,7 +72,7 @@ class Compared:
     begun: int = 0
 
 
-_compared: WeakKeyDictionary[Any, Compared] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Any, ComparedCalls] = WeakKeyDictionary()
 
 
 def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
@@ -105,11 +105,11 @@ def compare(g: Group, calls: Sequence[Call], settings: str = "") -> None:
     history.agreed.add(mine)
 
 
-def compared(g: Group) -> Compared | None:
+def compared(g: Group) -> ComparedCalls | None:
     """The history of a group; None if it has nothing to compare."""
     if not g.serves or g.n < 2 or _torch.group_store(g.pg) is None:
         return None
-    return _compared.setdefault(g.pg, Compared())
+    return _compared.setdefault(g.pg, ComparedCalls())
 
 
 def turn_away(g: Group, what: str) -> str:

@@ -69,7 +69,7 @@ def steps_of(
     """The steps of a graph in its order. ``issued`` are its collectives, ``sizes``
     the values of symbols that the trace has none for. Without ``fuse`` every step is a kernel.
     Of nodes that are ``priced`` already, flops and bytes are not counted."""
-    walk = _Walk(issued, where or _origin, Hints(sizes), fuse, priced)
+    walk = _StorageWalk(issued, where or _origin, Hints(sizes), fuse, priced)
     for node in graph_module.graph.nodes:
         walk.visit(node)
     return tuple(walk.steps())
@@ -155,7 +155,7 @@ class _Flight:
     sent: dict[str, str | None]  # storage -> its writer when the collective was issued
 
 
-class _Walk:
+class _StorageWalk:
     """Visits the nodes in order and keeps, for each storage, who wrote and who reads it.
 
     A storage has the name of the node that made it; a value may lie in several (a list).

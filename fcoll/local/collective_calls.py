@@ -37,7 +37,7 @@ _WAITS = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd")  # of torch's 
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultOnRanks:
     """What the ranks that made the call get: rows of a stack, or a tensor each."""
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ def calling(group: Any, order: tuple[int, ...]) -> Calling:
 # ---- one tensor
 
 
-def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
+def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> ResultOnRanks:
     """A row's collective for all ranks of ``x``; ``args`` are its others by name."""
     local(x)
     who = calling(group, x._order)
@@ -94,7 +94,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
         if who.ranks != x._order:
             stack = stack[[x._order.index(r) for r in who.ranks]]
         rule = prepared(row, args, who.partition, stack.dtype)
-        return Result(who.ranks, stack=rule(stack))
+        return ResultOnRanks(who.ranks, stack=rule(stack))
     if row.uneven is None or args.get("dim"):
         raise RaggedRanks(op=row.name, why="the ranks' tensors have different shapes")
     parts: dict[int, Tensor] = {}
@@ -104,7 +104,7 @@ def run(row: Collective, x: Any, group: Any, args: dict[str, Any]) -> Result:
             check_divisible(row.name, t.shape, len(g), args)
         of_ranks = [{k: _of_rank(v, r) for k, v in args.items()} for r in g]
         parts |= zip(g, row.uneven(mine, of_ranks), strict=True)
-    return Result(who.ranks, parts=parts)
+    return ResultOnRanks(who.ranks, parts=parts)
 
 
 _SIZES = ("input_split_sizes", "output_split_sizes", "sizes")
@@ -150,7 +150,7 @@ def arguments_of(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]
     return first, group, named
 
 
-def results(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Result]:
+def results(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[ResultOnRanks]:
     """What the ranks get from a call of the row: of one on lists, for each tensor."""
     (first, group, named), single = arguments_of(row, args, kwargs), single_row(row)
     if not isinstance(first, (list, tuple)):
@@ -164,7 +164,7 @@ def results(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 # ---- what comes out
 
 
-def fresh(result: Result, x: LocalTensor) -> LocalTensor:
+def fresh(result: ResultOnRanks, x: LocalTensor) -> LocalTensor:
     """A new LocalTensor of the result; ranks that made no call have a copy of theirs."""
     if result.ranks == x._order and result.stack is not None:
         return stacked(result.stack, x._order)
@@ -173,23 +173,26 @@ def fresh(result: Result, x: LocalTensor) -> LocalTensor:
     return apart({r: parts[r] if r in parts else others[r] for r in x._order})
 
 
-def cut(result: Result, outs: Sequence[LocalTensor]) -> list[Result]:
+def cut(result: ResultOnRanks, outs: Sequence[LocalTensor]) -> list[ResultOnRanks]:
     """The result cut up into one for each of these tensors, one behind the other."""
     if len(outs) == 1:
         return [result]
     if result.stack is not None:
         flat = result.stack.flatten(1)
-        return [Result(result.ranks, x) for x in flat.split([out.numel() for out in outs], 1)]
+        return [
+            ResultOnRanks(result.ranks, x) for x in flat.split([out.numel() for out in outs], 1)
+        ]
     cuts = {}
     for r, t in result.items():
         cuts[r] = t.reshape(-1).split([local(out, "Output")._tensors()[r].numel() for out in outs])
     return [
-        Result(result.ranks, None, {r: c[i] for r, c in cuts.items()}) for i in range(len(outs))
+        ResultOnRanks(result.ranks, None, {r: c[i] for r, c in cuts.items()})
+        for i in range(len(outs))
     ]
 
 
 def write(
-    result: Result, out: LocalTensor, only: Sequence[int] | None = None, take: bool = True
+    result: ResultOnRanks, out: LocalTensor, only: Sequence[int] | None = None, take: bool = True
 ) -> None:
     """Write the result into the tensors of the ranks that made the call (of ``only`` these); where
     it has memory of its own, they may take that instead."""
@@ -236,7 +239,7 @@ def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return [_outcome(row, result, x, x) for result, x in zip(made, first, strict=True)]
 
 
-def _outcome(row: Collective, result: Result, x: LocalTensor, out: Any) -> Any:
+def _outcome(row: Collective, result: ResultOnRanks, x: LocalTensor, out: Any) -> Any:
     if not row.mutates:
         return fresh(result, x)
     write(result, out)
@@ -347,11 +350,11 @@ def _exchange_pieces(op: c10d.Op, message: c10d.Message) -> None:
         write(result, out)
 
 
-def _result(parts: dict[int, Tensor]) -> Result:
+def _result(parts: dict[int, Tensor]) -> ResultOnRanks:
     ranks = tuple(sorted(parts))
     if len({t.shape for t in parts.values()}) == 1:
-        return Result(ranks, stack=torch.stack([parts[r] for r in ranks]))
-    return Result(ranks, parts={r: parts[r].clone() for r in ranks})
+        return ResultOnRanks(ranks, stack=torch.stack([parts[r] for r in ranks]))
+    return ResultOnRanks(ranks, parts={r: parts[r].clone() for r in ranks})
 
 
 def tensors_in(given: Any) -> list[Any]:

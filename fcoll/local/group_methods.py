@@ -71,7 +71,7 @@ def _is_plain(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparedCall:
     """A call that was read and checked: what is left to do with tensors of the same shapes."""
 
     rule: Prepared
@@ -85,7 +85,9 @@ class Plan:
 _plans: weakref.WeakKeyDictionary[Any, Plans] = weakref.WeakKeyDictionary()
 
 
-def _planned(op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any) -> Plan | None:
+def _planned(
+    op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any
+) -> PreparedCall | None:
     """Kept: of a call with other tensors that look the same, while as much is known of groups."""
     plans = _plans.get(group)
     if plans is None:
@@ -95,7 +97,7 @@ def _planned(op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any) -
     return plans.of(key, lambda: _plan(op, args, tensors, group))
 
 
-def _plan(op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any) -> Plan | None:
+def _plan(op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any) -> PreparedCall | None:
     """None if the call takes more than one rule on a stack of all ranks."""
     message = op.read({**op.of_method(args)[0], "process_group": group}, with_size)
     row = functional_row(COLLECTIVES[message.row])
@@ -110,4 +112,4 @@ def _plan(op: c10d.Op, args: Sequence[Any], tensors: list[Any], group: Any) -> P
         return None
     check_divisible(row.name, x.shape, len(who.groups[0]), options)
     rule = prepared(row, options, who.partition, x.dtype)
-    return Plan(rule, at[id(x)], at[id(out)])
+    return PreparedCall(rule, at[id(x)], at[id(out)])

@@ -13,7 +13,7 @@ from fcoll.local.errors import BadRunner
 _current: LocalRunnerMode | None = None
 
 
-class _Thread(threading.Thread):
+class _RankThread(threading.Thread):
     """A thread whose exception is raised where it is joined."""
 
     exception: BaseException | None = None
@@ -52,7 +52,8 @@ class LocalRunnerMode:
         self._waiting: dict[int, str] = {}
         self._alive = concurrency
         self._runners = [
-            _Thread(target=self._run, args=(i,), name="LocalRunnerMode") for i in range(concurrency)
+            _RankThread(target=self._run, args=(i,), name="LocalRunnerMode")
+            for i in range(concurrency)
         ]
         self._shared = True
 

@@ -13,15 +13,15 @@ from typing import Any
 from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us
 from fcoll.errors import NotCalibrated
-from fcoll.profiling.timers import Call, timers
+from fcoll.profiling.timers import TimedCall, timers
 from fcoll.simulation.baton import this_rank
 from fcoll.units import show_bytes, table
 
-__all__ = ["Measured", "Profile", "profile"]
+__all__ = ["AlikeCalls", "Profile", "profile"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class AlikeCalls:
     """The calls that are alike: from the same line, on the same group, of the same size.
 
     Times are in microseconds, of one call in the middle of them (the median); ``sum_us`` is of all.
@@ -56,7 +56,7 @@ class Profile:
     """
 
     def __init__(self, machine: Machine | str | Path | None = None) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
         self.wall_us = 0.0
         self.machine, self._machine_note = _machine(machine)
         self.note = self._machine_note
@@ -80,17 +80,17 @@ class Profile:
         self.calls = [replace(call) for call in self.calls]
 
     @property
-    def collectives(self) -> tuple[Measured, ...]:
+    def collectives(self) -> tuple[AlikeCalls, ...]:
         """A record for all calls that are alike, in the order of their first."""
-        alike: dict[Any, list[Call]] = {}
+        alike: dict[Any, list[TimedCall]] = {}
         for c in self.calls:
             key = (c.op, c.group.name, c.bytes, c.dtype, c.phase, c.way, c.source, c.part)
             alike.setdefault(key, []).append(c)
         return tuple(self._measured(calls) for calls in alike.values())
 
-    def _measured(self, calls: Sequence[Call]) -> Measured:
+    def _measured(self, calls: Sequence[TimedCall]) -> AlikeCalls:
         c = calls[0]
-        return Measured(
+        return AlikeCalls(
             op=c.op,
             group=c.group.label,
             n=c.group.n,
@@ -108,7 +108,7 @@ class Profile:
             part=c.part,
         )
 
-    def _predicted(self, c: Call) -> float | None:
+    def _predicted(self, c: TimedCall) -> float | None:
         if self.machine is None:
             return None
         return float(collective_us(c.op, c.group.n, c.bytes, self.machine, c.group.ranks))
@@ -184,11 +184,11 @@ _HEAD = (
 _ALIGN = "><<>><<<>>>>><"
 
 
-def _table(records: Sequence[Measured]) -> list[str]:
+def _table(records: Sequence[AlikeCalls]) -> list[str]:
     return table([_HEAD, *map(_cells, records)], _ALIGN)
 
 
-def _cells(c: Measured) -> tuple[str, ...]:
+def _cells(c: AlikeCalls) -> tuple[str, ...]:
     predicted = "" if c.predicted_us is None else f"{c.predicted_us:.1f}"
     times = [f"{us:.1f}" for us in (c.start_us, c.wait_us, c.total_us, c.sum_us)]
     what = (str(c.calls), c.op, c.group, str(c.n), show_bytes(c.bytes), c.dtype, c.phase, c.way)

@@ -41,7 +41,7 @@ from fcoll.transport.native import build
 
 
 @dataclass(slots=True)
-class Call:
+class TimedCall:
     """One collective that was issued. Times are of this rank's thread, in microseconds."""
 
     op: str
@@ -66,7 +66,7 @@ class Call:
         self.waits += 1
 
 
-class _Thread(threading.local):
+class _TimerState(threading.local):
     def __init__(self) -> None:
         # in a timed call, as all that fcoll's own thread does
         self.inside = threading.current_thread().name == messages.THREAD
@@ -85,23 +85,25 @@ class Timers:
     threads, or, if a simulated rank listens, its own."""
 
     def __init__(self) -> None:
-        self.listeners: list[tuple[list[Call], Rank | None]] = []  # and whose they are
+        self.listeners: list[tuple[list[TimedCall], Rank | None]] = []  # and whose they are
         self._lock = threading.RLock()
         self._installed, self._patches = ExitStack(), Patches("fcoll.profile")
-        self._thread = _Thread()
-        self._pending: dict[int, Call] = {}  # by the storage that is waited for
-        self._works: dict[int, tuple[dist.Work, Call]] = {}  # held, so that an id stays its own
+        self._thread = _TimerState()
+        self._pending: dict[int, TimedCall] = {}  # by the storage that is waited for
+        self._works: dict[
+            int, tuple[dist.Work, TimedCall]
+        ] = {}  # held, so that an id stays its own
         # rank -> number of an autograd node, which each thread counts -> the line that made it
         self._forward: defaultdict[Rank | None, dict[int, str]] = defaultdict(dict)
         self._lines = CallLines()
 
-    def listen(self, calls: list[Call]) -> None:
+    def listen(self, calls: list[TimedCall]) -> None:
         with self._lock:
             if not self.listeners:
                 self._install()
             self.listeners.append((calls, self._thread.owner))
 
-    def leave(self, calls: list[Call]) -> None:
+    def leave(self, calls: list[TimedCall]) -> None:
         with self._lock:
             self.listeners = [x for x in self.listeners if x[0] is not calls]
             if not self.listeners:
@@ -258,7 +260,7 @@ class Timers:
         """A wait for what was issued before anyone listened."""
         source, phase = self._lines.here({})
         group = Group("", (0,), 0, None, "?", ())
-        call = Call("wait_tensor", group, x.nbytes, _dtype(x), phase, "op", source, 0.0)
+        call = TimedCall("wait_tensor", group, x.nbytes, _dtype(x), phase, "op", source, 0.0)
         call.waited(us)
         self._tell(call)
 
@@ -281,7 +283,9 @@ class Timers:
         op, name, nbytes, dtype = what
         forward = self._forward[self._thread.owner]
         source, phase = self._lines.here(forward)
-        call = Call(op, by_name(name), nbytes, dtype, phase, way, source, us, part=current_part())
+        call = TimedCall(
+            op, by_name(name), nbytes, dtype, phase, way, source, us, part=current_part()
+        )
         self._tell(call)
         if phase == "fwd" and any(x.requires_grad for x in _tensors(args)):
             # above autograd the call makes the next node, below it the last one is the call's
@@ -301,14 +305,14 @@ class Timers:
         if id(work) in self._works:
             work.wait()
 
-    def _hold(self, work: dist.Work, call: Call) -> None:
+    def _hold(self, work: dist.Work, call: TimedCall) -> None:
         if len(self._works) > 100:  # of those that C++ waits for, which nobody here sees
             finished = [key for key, (other, _) in self._works.items() if other.is_completed()]
             for key in finished:
                 del self._works[key]
         self._works[id(work)] = work, call
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: TimedCall) -> None:
         for calls, owner in self.listeners:
             if owner is None or owner is self._thread.owner:
                 calls.append(call)

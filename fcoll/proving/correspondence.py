@@ -21,7 +21,7 @@ from torch import Tensor
 from fcoll.errors import BadOption
 from fcoll.proving import _torch
 from fcoll.proving.exact_mode import Refused
-from fcoll.tracing.fakes import Found, reachable
+from fcoll.tracing.fakes import Reachable, reachable
 
 Data = Mapping[str, "str | tuple[str, int]"]  # an argument's name: the axis, and a dim unless 0
 
@@ -30,7 +30,7 @@ Data = Mapping[str, "str | tuple[str, int]"]  # an argument's name: the axis, an
 class Held:
     """What a program holds after build: its parameters by name, and all other tensors."""
 
-    found: Found
+    found: Reachable
     parameters: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ def namer(rename: Mapping[str, str]) -> Callable[[str], str]:
     return named
 
 
-def _names_in_modules(found: Found) -> Iterator[tuple[int, str]]:
+def _names_in_modules(found: Reachable) -> Iterator[tuple[int, str]]:
     """An optimizer has a parameter, too, as one of a list: a module's name says more."""
     for module, path in found.modules.items():
         for name, x in (*module._parameters.items(), *module._buffers.items()):
@@ -83,7 +83,7 @@ def _unused(name: str, taken: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldParameter:
     """A parameter as a rank has it before the step: its initial values, and for a DTensor its
     index."""
 
@@ -91,12 +91,12 @@ class Part:
     index: Tensor | None = None
 
     @staticmethod
-    def of(x: Tensor) -> Part:
+    def of(x: Tensor) -> HeldParameter:
         with _torch.raw():
             if _torch.is_dtensor(x):
                 index = _torch.index_of_shard(x).clone()
-                return Part(_torch.local_of(x).detach().clone(), index)
-            return Part(x.detach().clone())
+                return HeldParameter(_torch.local_of(x).detach().clone(), index)
+            return HeldParameter(x.detach().clone())
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,9 @@ def own_parts(
         yield want
 
 
-def locate(whole: dict[str, Part], ranks: Sequence[dict[str, Part]], mesh: Mesh) -> Layout:
+def locate(
+    whole: dict[str, HeldParameter], ranks: Sequence[dict[str, HeldParameter]], mesh: Mesh
+) -> Layout:
     """The index of every part on every rank."""
     sizes = {name: part.values.numel() for name, part in whole.items()}
     layout = Layout(mesh, sizes, [{} for _ in ranks])
@@ -184,7 +186,7 @@ class Layout:
     index: list[dict[str, Tensor]]
 
 
-def _index(full: Tensor, part: Part) -> Tensor | None:
+def _index(full: Tensor, part: HeldParameter) -> Tensor | None:
     values = part.values
     if part.index is not None and torch.equal(full.flatten()[part.index], values):
         return part.index
@@ -208,7 +210,11 @@ def _axes_of(found: Sequence[Tensor | None], full: Tensor, mesh: Mesh) -> Iterat
 
 
 def _by_shape(
-    name: str, full: Tensor, ranks: Sequence[dict[str, Part]], layout: Layout, votes: Counter[str]
+    name: str,
+    full: Tensor,
+    ranks: Sequence[dict[str, HeldParameter]],
+    layout: Layout,
+    votes: Counter[str],
 ) -> None:
     for rank, parts in enumerate(ranks):
         if name not in parts:
@@ -258,10 +264,10 @@ def cut_along(fn: Callable[..., Any], args: tuple[Any, ...], data: Data, mesh: A
     return tuple(cut)
 
 
-def data_axes(ranks: Sequence[dict[str, Part]], mesh: Mesh) -> tuple[str, ...]:
+def data_axes(ranks: Sequence[dict[str, HeldParameter]], mesh: Mesh) -> tuple[str, ...]:
     """The axes along which ranks hold different tensors that are no parameters."""
 
-    def differ(x: Part | None, y: Part | None) -> bool:
+    def differ(x: HeldParameter | None, y: HeldParameter | None) -> bool:
         if x is None or y is None:
             return x is not y
         return x.values.shape != y.values.shape or not torch.equal(x.values, y.values)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra
-from fcoll.proving.exact_mode import Exact, Refused
+from fcoll.proving.exact_mode import ExactMode, Refused
 from fcoll.source import user_line
 from fcoll.tracing._torch import replaced
 
@@ -21,7 +21,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def active(mode: Exact) -> Iterator[None]:
+def active(mode: ExactMode) -> Iterator[None]:
     _thread.mode = mode
     try:
         with mode:
@@ -30,7 +30,7 @@ def active(mode: Exact) -> Iterator[None]:
         _thread.mode = None
 
 
-def current() -> Exact | None:
+def current() -> ExactMode | None:
     """The mode of the step that runs in this thread."""
     return getattr(_thread, "mode", None)
 
@@ -79,7 +79,7 @@ for _name in _REFUSED.split():
     setattr(Escaped, f"__{_name}__", Escaped._refuse)
 
 
-class Known(float):
+class KnownNumber(float):
     """What ``.item()`` gives where the value is a simple number: it is compared, if returned."""
 
 
@@ -146,7 +146,7 @@ def no_escapes() -> Iterator[None]:
             element = _torch.local_of(whole).detach().reshape(()).clone()
             known = mode.algebra.constant(float(originals["item"](element)))
         if known is not None:
-            return Known(known)
+            return KnownNumber(known)
         mode.has_escaped = True
         return element.as_subclass(Escaped)
 

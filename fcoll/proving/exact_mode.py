@@ -111,7 +111,7 @@ class Wide(_torch.TorchDispatchMode):  # type: ignore[misc]
         return out.zero_() if name in UNINITIALIZED else out
 
 
-class Exact(_torch.TorchDispatchMode):  # type: ignore[misc]
+class ExactMode(_torch.TorchDispatchMode):  # type: ignore[misc]
     """Ops on floats are their rules in an algebra; those that move elements run as they are, and
     what has no rule is refused."""
 
@@ -371,13 +371,13 @@ def _placed(func: Any, error: Exception) -> str:
 # -- ops with a meaning of their own ---
 
 
-def _lift_fresh(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+def _lift_fresh(mode: ExactMode, func: Any, args: Any, kwargs: Any) -> Any:
     """torch.tensor(...) in the step."""
     x = args[0]
     return lifted_constant(mode.algebra, x) if x.is_floating_point() else func(x)
 
 
-def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+def _to_copy(mode: ExactMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype.is_complex:
         if x.is_complex():
@@ -395,7 +395,7 @@ def _to_copy(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _copy_(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+def _copy_(mode: ExactMode, func: Any, args: Any, kwargs: Any) -> Any:
     to, x = args[:2]
     # Numbers that a library keeps (a tag behind a bucket's gradients) were not found to be lifted.
     # Residues stay themselves.
@@ -411,13 +411,13 @@ def _copy_(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     return func(to, x)
 
 
-def _view_dtype(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_dtype(mode: ExactMode, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[1], torch.dtype) and args[1] != args[0].dtype:
         raise NotExact(f"the bits of floats are read as {args[1]}")
     return func(*args, **kwargs)
 
 
-def _item(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
+def _item(mode: ExactMode, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if x.is_complex():
         raise NotExact(AS_A_NUMBER)
@@ -433,7 +433,7 @@ def _item(mode: Exact, func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-SPECIAL: dict[str, Callable[[Exact, Any, Any, Any], Any]] = {
+SPECIAL: dict[str, Callable[[ExactMode, Any, Any, Any], Any]] = {
     "lift_fresh": _lift_fresh,
     "_to_copy": _to_copy,
     "copy_": _copy_,

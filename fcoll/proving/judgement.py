@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcoll.proving.correspondence import Layout, Mesh
 from fcoll.proving.exact_mode import Refused
-from fcoll.proving.program import Observed
+from fcoll.proving.program import Observation
 from fcoll.proving.ring import Ring
 
 
@@ -70,7 +70,7 @@ def _differing(value: Compared) -> list[Tensor]:
 
 
 def gradients_and_parameters(
-    one: Observed, ranks: Sequence[Observed], layout: Layout
+    one: Observation, ranks: Sequence[Observation], layout: Layout
 ) -> tuple[list[Compared], list[Compared]]:
     """In the order in which a backward pass comes to them: a fault shows where it enters."""
     names = list(one.parameters)[::-1]
@@ -117,7 +117,7 @@ def _compared(
 
 
 def results(
-    ring: Ring, one: Observed, ranks: Sequence[Observed], mesh: Mesh, data: Sequence[str]
+    ring: Ring, one: Observation, ranks: Sequence[Observation], mesh: Mesh, data: Sequence[str]
 ) -> Iterator[tuple[Compared, str]]:
     """Each result of the step, as it compares: how it is read, or empty if in no way."""
     for name, want in one.outputs.items():

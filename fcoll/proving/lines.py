@@ -32,7 +32,7 @@ _INTERNAL = tuple(os.path.join(_TORCH, name) for name in ("distributed", "optim"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where a call stands: file, line, the instruction, and the line that called its function."""
 
     file: str
@@ -48,10 +48,10 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One execution, as it was recorded on a rank."""
 
-    place: Place
+    place: CallSite
     args: tuple[Any, ...]
     values: list[Tensor]  # of its results
     came_from: list[int]  # the calls whose results it was given
@@ -69,11 +69,11 @@ class Call:
 
 
 @dataclass
-class Recorded:
+class CallsOfRank:
     """The calls of one rank, in order; those whose results the step returned, and those that wrote
     to parameters."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class _Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
 
 
 class Recording(_Mode):
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: CallsOfRank) -> None:
         super().__init__()
         self.recorded = recorded
         self._made: dict[int, int] = {}  # of tensors the calls that gave them
@@ -138,7 +138,7 @@ class Recording(_Mode):
             done = map(functions.wait_tensor, results) if _is_collective(func) else results
             named = {k: x for k, x in frame.f_locals.items() if isinstance(x, (Tensor, int))}
             place = _place(frame, name)
-            call = Call(
+            call = RecordedCall(
                 place, seen, [_value(x) for x in done], sorted(set(given)),
                 named, frame.f_code.co_firstlineno, frame.f_code.co_qualname,
                 _torch.in_backward(), _is_collective(func),
@@ -159,7 +159,9 @@ class Recording(_Mode):
         made = self._made.get(_key(x))
         return _is_parameter(x) if made is None else self.recorded.calls[made].is_of_parameters
 
-    def _note_gradients(self, call: Call, results: Sequence[Tensor], given: set[int]) -> None:
+    def _note_gradients(
+        self, call: RecordedCall, results: Sequence[Tensor], given: set[int]
+    ) -> None:
         call.gradients = [None] * len(results)
 
         def note(k: int, grad: Tensor | None) -> None:
@@ -170,7 +172,7 @@ class Recording(_Mode):
             if x.requires_grad and not x.is_leaf and _key(x) not in given:
                 x.register_hook(partial(note, k))
 
-    def _carried(self, args: Any, place: Place) -> Iterator[int]:
+    def _carried(self, args: Any, place: CallSite) -> Iterator[int]:
         for k, x in enumerate(args):
             made = self._made.get(_key(x)) if isinstance(x, Tensor) else None
             if made is not None and self.recorded.calls[made].place == place:
@@ -191,11 +193,11 @@ class Recording(_Mode):
 class Changing(_Mode):
     """The calls at some places are made otherwise."""
 
-    def __init__(self, changes: dict[Place, Change], rank: int, mesh: Any) -> None:
+    def __init__(self, changes: dict[CallSite, Change], rank: int, mesh: Any) -> None:
         super().__init__()
         self.changes, self.rank, self.mesh = changes, rank, mesh
         self._lines = {(p.file, p.line, p.instruction) for p in changes}
-        self._executions: Counter[Place] = Counter()
+        self._executions: Counter[CallSite] = Counter()
 
     def see(self, func: Any, name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
         if (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti) in self._lines:
@@ -215,9 +217,11 @@ def in_backward() -> Any:
     return _torch.engine_enters(lambda: getattr(_thread, "mode", None))
 
 
-def executions(calls: Sequence[Call]) -> Iterator[tuple[tuple[Place, int], Call]]:
+def executions(
+    calls: Sequence[RecordedCall],
+) -> Iterator[tuple[tuple[CallSite, int], RecordedCall]]:
     """Each call with its place and how often that was passed before."""
-    seen: Counter[Place] = Counter()
+    seen: Counter[CallSite] = Counter()
     for call in calls:
         yield (call.place, seen[call.place]), call
         seen[call.place] += 1
@@ -250,10 +254,10 @@ def _users_frame(frame: FrameType | None, is_collective: bool) -> FrameType | No
     return None
 
 
-def _place(frame: FrameType, name: str) -> Place:
+def _place(frame: FrameType, name: str) -> CallSite:
     caller = _users_frame(frame.f_back, True)
     called = (caller.f_code.co_filename, caller.f_lineno) if caller else ("", 0)
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, called, name)
+    return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, called, name)
 
 
 def _is_parameter(x: Tensor) -> bool:

@@ -52,7 +52,7 @@ def watched(
         values.model = type(modules[""]).__name__
     with ExitStack() as stack:
         for name, module in modules.items():
-            watch = _Watch(name, algebra, values)
+            watch = _ModuleWatch(name, algebra, values)
             before = module.register_forward_pre_hook(watch.before, with_kwargs=True)
             stack.callback(before.remove)
             stack.callback(module.register_forward_hook(watch.after).remove)
@@ -60,7 +60,7 @@ def watched(
 
 
 @dataclass
-class _Watch:
+class _ModuleWatch:
     name: str
     algebra: Algebra
     values: ModuleValues

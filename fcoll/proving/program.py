@@ -18,9 +18,9 @@ from fcoll import reductions
 from fcoll.errors import FcollError, RankFailed
 from fcoll.proving import _torch
 from fcoll.proving.algebra import Algebra, Unlucky
-from fcoll.proving.correspondence import Data, Held, Layout, Mesh, Part, cut_along, namer
-from fcoll.proving.escapes import Known, active, current, no_escapes
-from fcoll.proving.exact_mode import Exact, Refused, Wide
+from fcoll.proving.correspondence import Data, Held, HeldParameter, Layout, Mesh, cut_along, namer
+from fcoll.proving.escapes import KnownNumber, active, current, no_escapes
+from fcoll.proving.exact_mode import ExactMode, Refused, Wide
 from fcoll.proving.lists import at_once
 from fcoll.proving.module_outputs import CutElsewhere, CutOutputs, ModuleValues, cut_at, watched
 from fcoll.proving.optimizer_rules import cut_around_steps
@@ -38,7 +38,7 @@ Build = Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @dataclass
-class Observed:
+class Observation:
     """What one rank gave and did: raw elements, by name."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Observed:
 class Survey:
     """What one rank holds after build."""
 
-    parameters: dict[str, Part]
-    data: dict[str, Part]
+    parameters: dict[str, HeldParameter]
+    data: dict[str, HeldParameter]
     has_optimizer: bool
     inputs: dict[str, Tensor]  # floats among the arguments of the step
 
@@ -101,7 +101,7 @@ class Program:
         and did. Parameters get the algebra's values by name, those at the layout's indices. All in
         one simulation: torch's caches for DTensor are a thread's own, and cost seconds to fill."""
         surveys: dict[int, Survey] = {}
-        seen: dict[int, Observed] = {}
+        seen: dict[int, Observation] = {}
         turns: list[Turn | None] = []
         lifted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         ran_backward: set[int] = set()
@@ -142,10 +142,10 @@ class Program:
             algebra: Algebra,
             cuts: Cuts,
             watch: Watch | None = None,
-        ) -> Observed:
+        ) -> Observation:
             fn, args = self._built(mesh)
             held = Held.by((fn, args), self.named)
-            mode = Exact(algebra, rank, self.allow, self.label)
+            mode = ExactMode(algebra, rank, self.allow, self.label)
             with _torch.raw():
                 _fill(held, algebra, layout, rank, mode)
                 holders[rank] = held
@@ -153,7 +153,7 @@ class Program:
                 _lift(held, algebra, lifted)
                 shared = shared_with_others(rank, holders)
                 before = buffers_of(held, self.named, algebra)
-            observed = Observed(lines=mode.lines)
+            observed = Observation(lines=mode.lines)
             ran_backward.discard(rank)
             # of a wrapper and what it wraps, which have one name, the inner one
             modules = {self.named(path): module for module, path in held.found.modules.items()}
@@ -249,18 +249,18 @@ def _survey(fn: Any, args: tuple[Any, ...], named: Callable[[str], str]) -> Surv
     buffers = {id(x) for m in held.found.modules for x in m._buffers.values()}
     data = {k: x for k, x in held.others.items() if id(x) not in buffers}
     return Survey(
-        {k: Part.of(x) for k, x in held.parameters.items()},
-        {k: Part.of(x) for k, x in data.items()},
+        {k: HeldParameter.of(x) for k, x in held.parameters.items()},
+        {k: HeldParameter.of(x) for k, x in data.items()},
         bool(held.found.optimizers),
         {
-            f"args{_torch.keystr(path)}": Part.of(x).values
+            f"args{_torch.keystr(path)}": HeldParameter.of(x).values
             for path, x in _torch.tree_flatten_with_path(args)[0]
             if isinstance(x, Tensor) and x.is_floating_point()
         },
     )
 
 
-def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: Exact) -> None:
+def _fill(held: Held, algebra: Algebra, layout: Layout, rank: int, mode: ExactMode) -> None:
     for name, x in held.parameters.items():
         local = _torch.local_of(x).detach()
         if local.dtype != torch.float64:
@@ -302,7 +302,7 @@ def _storage(x: Tensor) -> int:
 
 
 @contextmanager
-def _gradients_noted(held: Held, observed: Observed) -> Iterator[None]:
+def _gradients_noted(held: Held, observed: Observation) -> Iterator[None]:
     """Gradients are final when an optimizer takes them."""
 
     def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -330,7 +330,7 @@ def _gradients(held: Held, of: Callable[[Tensor], bool]) -> dict[str, Tensor]:
     return found
 
 
-def _collect(held: Held, out: Any, observed: Observed, algebra: Algebra) -> None:
+def _collect(held: Held, out: Any, observed: Observation, algebra: Algebra) -> None:
     taken = {name for of_a_step in observed.gradients for name in of_a_step}
     left = {k: x for k, x in _gradients(held, lambda x: True).items() if k not in taken}
     observed.left = set(left)
@@ -349,7 +349,7 @@ def _number(x: Any, algebra: Algebra) -> Tensor | None:
     """A number or numbers that the step returns, as elements."""
     if isinstance(x, float) and x != x:
         raise Refused("the step returns NaN, or a value that was computed with where no op sees it")
-    if isinstance(x, (int, Known)):
+    if isinstance(x, (int, KnownNumber)):
         return algebra.number(float(x))
     if not isinstance(x, Tensor):
         return None

@@ -32,7 +32,7 @@ from fcoll.proving.module_outputs import (
     cuttable,
     without_cuts,
 )
-from fcoll.proving.program import Build, Cuts, Observed, Plan, Program, Survey
+from fcoll.proving.program import Build, Cuts, Observation, Plan, Program, Survey
 from fcoll.proving.ring import Ring
 from fcoll.proving.shared_state import watch_modules
 from fcoll.proving.state import Wanted, wanted_buffers, wanted_states
@@ -185,7 +185,7 @@ class _Proof:
         layout, compared = self.layout, self.compared
         assert layout is not None
 
-        def judge(one: Observed, many: list[Observed]) -> list[Compared]:
+        def judge(one: Observation, many: list[Observation]) -> list[Compared]:
             try:
                 return self._differences(trial.ring, one, many, layout)
             finally:
@@ -222,7 +222,7 @@ class _Proof:
         """A deep program is cut ``everywhere`` at once, or where a first trial tells."""
         rings = self._rings(trials)
         degrees = Degrees(rings)
-        one: list[Observed] = []
+        one: list[Observation] = []
 
         def plan() -> Plan:
             """Where one device's degree is high, ranks need not count theirs without cuts."""
@@ -244,7 +244,7 @@ class _Proof:
     def _run_cut(self, rings: list[Ring], modules: frozenset[str]) -> bool:
         """The trials with cuts at all outputs of modules. False if they cannot be there: if ranks
         have others at one, or the first trial differs."""
-        outputs, pieces = CutOutputs(), _Pieces(rings)
+        outputs, pieces = CutOutputs(), _CutTrials(rings)
         cuts = replace(self._cuts_at(modules), outputs=outputs)
 
         def plan() -> Plan:
@@ -267,11 +267,11 @@ class _Proof:
         return True
 
     def _run_uncut(
-        self, rings: list[Ring], degrees: Degrees, one: list[Observed], may_cut: bool
+        self, rings: list[Ring], degrees: Degrees, one: list[Observation], may_cut: bool
     ) -> None:
         """The trials, and the degrees; the first tells where to cut, if it must be."""
         of_degrees, first, *others = one
-        pieces = _Pieces(self._rings(len(rings)))
+        pieces = _CutTrials(self._rings(len(rings)))
 
         def plan() -> Plan:
             seen = yield rings[0], UNCUT
@@ -307,7 +307,7 @@ class _Proof:
     def _cuts_at(self, modules: frozenset[str]) -> Cuts:
         return Cuts(modules, self.alone.surveys[0].has_optimizer)
 
-    def _judge(self, pieces: _Pieces, known: Sequence[Observed] = ()) -> None:
+    def _judge(self, pieces: _CutTrials, known: Sequence[Observation] = ()) -> None:
         """The trials with cuts, those that one device has not run yet."""
         n, cuts = len(known), replace(self.cuts, outputs=None)
         one = [*known, *self._alone(pieces.algebras[n:], cuts)]
@@ -321,9 +321,9 @@ class _Proof:
         drawn = [(self.random.choice(primes()), self.random.getrandbits(62)) for _ in range(trials)]
         return [Ring(p, seed) for p, seed in drawn]
 
-    def _alone(self, algebras: Sequence[Algebra], cuts: Cuts = UNCUT) -> list[Observed]:
+    def _alone(self, algebras: Sequence[Algebra], cuts: Cuts = UNCUT) -> list[Observation]:
         """What one device gave and did in each algebra."""
-        seen: list[Observed] = []
+        seen: list[Observation] = []
 
         def plan() -> Plan:
             for algebra in algebras:
@@ -332,7 +332,7 @@ class _Proof:
         self.alone.run(plan(), self._locate_alone)
         return seen
 
-    def _differs(self, ring: Ring, one: Observed, many: list[Observed], trials: int) -> bool:
+    def _differs(self, ring: Ring, one: Observation, many: list[Observation], trials: int) -> bool:
         trial = self._trial(ring, one, many)
         self.trials.append(trial)
         self.tell(len(self.trials), trials)
@@ -350,14 +350,14 @@ class _Proof:
             _check_whole(self.layout)
         return self.layout
 
-    def _trial(self, ring: Ring, one: Observed, many: list[Observed]) -> _Trial:
+    def _trial(self, ring: Ring, one: Observation, many: list[Observation]) -> _Trial:
         assert self.layout is not None
         self.uninterpreted |= ring.uninterpreted
         wrong = self._differences(ring, one, many, self.layout)
         return _Trial(ring, wrong, one, many, self.parallel.mesh, self.compared)
 
     def _differences(
-        self, ring: Ring, one: Observed, many: list[Observed], layout: Layout
+        self, ring: Ring, one: Observation, many: list[Observation], layout: Layout
     ) -> list[Compared]:
         read = list(results(ring, one, many, self.parallel.mesh, self.data))
         gradients, parameters = gradients_and_parameters(one, many, layout)
@@ -381,18 +381,20 @@ class _Proof:
         wrong_states = [v for v in states if v.name not in told and not agrees(ring, v)]
         return [*wrong, *wrong_gradients, *wrong_parameters, *wrong_states]
 
-    def _states(self, one: Observed, many: list[Observed], layout: Layout) -> Iterator[Wanted]:
+    def _states(
+        self, one: Observation, many: list[Observation], layout: Layout
+    ) -> Iterator[Wanted]:
         ranks = [o.state for o in many]
         yield from wanted_buffers(one.state, ranks, self.parallel.mesh)
         yield from wanted_states(one.state, ranks, layout)
 
 
 @dataclass
-class _Pieces:
+class _CutTrials:
     """The trials of a program that is cut."""
 
     rings: list[Ring]
-    seen: list[list[Observed]] = field(default_factory=list)  # of ranks, in each algebra
+    seen: list[list[Observation]] = field(default_factory=list)  # of ranks, in each algebra
 
     def __post_init__(self) -> None:
         self.degrees = Degrees(self.rings)
@@ -408,8 +410,8 @@ class _Pieces:
 class _Trial:
     ring: Ring
     wrong: list[Compared]
-    one: Observed
-    many: list[Observed]
+    one: Observation
+    many: list[Observation]
     mesh: Mesh
     compared: dict[str, int]
 
@@ -442,13 +444,13 @@ class _Trial:
         return tuple(first)
 
 
-def _highest(observed: list[Observed]) -> float:
+def _highest(observed: list[Observation]) -> float:
     """The highest degree of all that is compared."""
     named = (x for o in observed for x in (o.outputs, *o.gradients, o.parameters))
     return max((degree_of(x) for values in named for x in values.values()), default=0.0)
 
 
-def _updated_by_step(ring: Ring, one: Observed) -> set[str]:
+def _updated_by_step(ring: Ring, one: Observation) -> set[str]:
     """The parameters that the step itself has changed: gradients that it leaves may be of this rank
     alone, if it has reduced a copy of them."""
     return {

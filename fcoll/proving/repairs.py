@@ -16,9 +16,9 @@ from fcoll import functions
 from fcoll.proving import _torch
 from fcoll.proving.correspondence import Mesh
 from fcoll.proving.judgement import same, total
-from fcoll.proving.lines import Call, Change, Now, Place
+from fcoll.proving.lines import CallSite, Change, Now, RecordedCall
 from fcoll.proving.ring import Ring
-from fcoll.proving.suspects import Event, is_own
+from fcoll.proving.suspects import CallOnRanks, is_own
 
 FIRST, LIKELY, POSSIBLE, RARE = range(4)
 
@@ -46,10 +46,10 @@ MISSING = {
 class Repair:
     """What may be wrong at some calls, what would mend it, and the calls so mended."""
 
-    place: Place  # which is shown
+    place: CallSite  # which is shown
     what: str
     remedy: str
-    changes: dict[Place, Change]
+    changes: dict[CallSite, Change]
     likely: int = LIKELY
     of: str = "result"  # what is changed of the call
 
@@ -58,11 +58,11 @@ class Repair:
 class Site:
     """All executions of one call."""
 
-    place: Place
-    events: list[Event]
+    place: CallSite
+    events: list[CallOnRanks]
 
     @property
-    def call(self) -> Call:
+    def call(self) -> RecordedCall:
         return self.events[0].first
 
     @property
@@ -91,8 +91,8 @@ class Site:
         return next(same_as, "")
 
 
-def sites(events: Sequence[Event]) -> list[Site]:
-    found: dict[Place, Site] = {}
+def sites(events: Sequence[CallOnRanks]) -> list[Site]:
+    found: dict[CallSite, Site] = {}
     for event in events:
         found.setdefault(event.place, Site(event.place, [])).events.append(event)
     return list(found.values())

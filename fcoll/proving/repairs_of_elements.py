@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcoll import functions
 from fcoll.proving.correspondence import Mesh
-from fcoll.proving.lines import Call, Change, Now, Place
+from fcoll.proving.lines import CallSite, Change, Now, RecordedCall
 from fcoll.proving.repairs import (
     FIRST,
     LIKELY,
@@ -203,11 +203,11 @@ class _Shift:
             f"the part of rank r of {axis} begins at {begin} * {size}"
         )
         remedy = f"{name or 'the first position'} = {whose} * {size}"
-        changes: dict[Place, Change] = {s.place: change for s in self.sites}
+        changes: dict[CallSite, Change] = {s.place: change for s in self.sites}
         return Repair(site.place, what, remedy, changes)
 
 
-def _named_alike(name: str, calls: Sequence[Call], shown: Sequence[int]) -> bool:
+def _named_alike(name: str, calls: Sequence[RecordedCall], shown: Sequence[int]) -> bool:
     """Does each rank call its integer so?"""
     its = [c.local_names.get(name) for c in calls]
     return all(type(x) is int for x in its) and its == list(shown)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fcoll.proving import _torch
 from fcoll.proving.correspondence import Mesh, own_parts
 from fcoll.proving.judgement import same
-from fcoll.proving.lines import Call, Now
+from fcoll.proving.lines import Now, RecordedCall
 from fcoll.proving.repairs import (
     MISSING,
     Repair,
@@ -62,7 +62,7 @@ def one_devices(site: Site, ring: Ring, mesh: Mesh) -> Iterator[Repair]:
     yield alone(site, what, f"{OWN} as {site.its}", change)
 
 
-def _at(call: Call | None, k: int) -> Tensor | None:
+def _at(call: RecordedCall | None, k: int) -> Tensor | None:
     return call.values[k] if call is not None and k < len(call.values) else None
 
 

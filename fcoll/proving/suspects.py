@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fcoll.proving.correspondence import Mesh, own_parts
 from fcoll.proving.judgement import same
-from fcoll.proving.lines import Call, Place, Recorded, executions
+from fcoll.proving.lines import CallSite, CallsOfRank, RecordedCall, executions
 from fcoll.proving.ring import Ring
 
 
@@ -36,17 +36,17 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Event:
+class CallOnRanks:
     """One call on all ranks, and on one device where it makes the same."""
 
-    place: Place
+    place: CallSite
     execution: int
-    ranks: list[Call | None]
-    one: Call | None
+    ranks: list[RecordedCall | None]
+    one: RecordedCall | None
     is_explained: bool = False
 
     @property
-    def first(self) -> Call:
+    def first(self) -> RecordedCall:
         return next(c for c in self.ranks if c is not None)
 
     def got(self) -> list[Tensor | None]:
@@ -59,17 +59,19 @@ class Event:
         return [c.gradients[0] if c and c.gradients else None for c in self.ranks]
 
 
-def events(ring: Ring, one: Recorded, ranks: Sequence[Recorded], mesh: Mesh) -> list[Event]:
+def events(
+    ring: Ring, one: CallsOfRank, ranks: Sequence[CallsOfRank], mesh: Mesh
+) -> list[CallOnRanks]:
     """All calls in the order of rank 0 and those behind it."""
     files = {c.place.file for c in one.calls}
     common = files.intersection(c.place.file for recorded in ranks for c in recorded.calls)
     whole = dict(_keyed(one.calls, common))
-    found: dict[tuple[Place, int], Event] = {}
-    keys: dict[tuple[Place, int], Key] = {}
+    found: dict[tuple[CallSite, int], CallOnRanks] = {}
+    keys: dict[tuple[CallSite, int], Key] = {}
     for r, recorded in enumerate(ranks):
         keyed = [key for key, _ in _keyed(recorded.calls, common)]
         for (where, call), key in zip(executions(recorded.calls), keyed, strict=True):
-            event = found.setdefault(where, Event(*where, [None] * len(ranks), None))
+            event = found.setdefault(where, CallOnRanks(*where, [None] * len(ranks), None))
             event.ranks[r], keys[where] = call, key
     pool = _Pool(ring, one)
     for where, event in found.items():
@@ -80,25 +82,31 @@ def events(ring: Ring, one: Recorded, ranks: Sequence[Recorded], mesh: Mesh) -> 
     return list(found.values())
 
 
-def suspects(found: Sequence[Event], ranks: Sequence[Recorded]) -> list[Event]:
+def suspects(found: Sequence[CallOnRanks], ranks: Sequence[CallsOfRank]) -> list[CallOnRanks]:
     """Those that lead to what the step returned."""
     return [e for e in _leading_to(found, ranks, lambda r: r.returned) if not e.first.is_backward]
 
 
-def suspects_of_update(found: Sequence[Event], ranks: Sequence[Recorded]) -> list[Event]:
+def suspects_of_update(
+    found: Sequence[CallOnRanks], ranks: Sequence[CallsOfRank]
+) -> list[CallOnRanks]:
     """Those that lead to what was written to parameters."""
     leading = _leading_to(found, ranks, lambda r: r.written)
     return [e for e in leading if not e.first.has_gradient]
 
 
-def suspects_of_backward(found: Sequence[Event]) -> list[Event]:
+def suspects_of_backward(found: Sequence[CallOnRanks]) -> list[CallOnRanks]:
     """In functions that have a backward pass of their own."""
     return [e for e in found if e.first.is_backward and not e.is_explained]
 
 
 def way_back(
-    ring: Ring, last: Event, ranks: Sequence[Recorded], found: Sequence[Event], mesh: Mesh
-) -> list[Event]:
+    ring: Ring,
+    last: CallOnRanks,
+    ranks: Sequence[CallsOfRank],
+    found: Sequence[CallOnRanks],
+    mesh: Mesh,
+) -> list[CallOnRanks]:
     """From a call over those that are not explained, to one that is given one device's values."""
     of_call = {id(c): e for e in found for c in e.ranks if c is not None}
     way = [last]
@@ -115,7 +123,7 @@ def way_back(
     return way
 
 
-def is_given_own(ring: Ring, event: Event, mesh: Mesh) -> bool:
+def is_given_own(ring: Ring, event: CallOnRanks, mesh: Mesh) -> bool:
     """Are the floats that it is given one device's, or the rank's own parts?"""
     if event.one is None:
         return False
@@ -129,8 +137,10 @@ def is_given_own(ring: Ring, event: Event, mesh: Mesh) -> bool:
 
 
 def _leading_to(
-    found: Sequence[Event], ranks: Sequence[Recorded], ends: Callable[[Recorded], list[int]]
-) -> list[Event]:
+    found: Sequence[CallOnRanks],
+    ranks: Sequence[CallsOfRank],
+    ends: Callable[[CallsOfRank], list[int]],
+) -> list[CallOnRanks]:
     of_call = {id(c): e for e in found for c in e.ranks if c is not None}
     taken: set[int] = set()
     for recorded in ranks:
@@ -148,8 +158,8 @@ def _leading_to(
 
 
 def suspects_of_gradients(
-    ring: Ring, found: Sequence[Event], ranks: Sequence[Recorded], mesh: Mesh
-) -> list[Event]:
+    ring: Ring, found: Sequence[CallOnRanks], ranks: Sequence[CallsOfRank], mesh: Mesh
+) -> list[CallOnRanks]:
     """Calls of which the gradient is not one device's, and whose result comes from a parameter: in
     the order of the backward pass. Behind them are only such."""
     scales = scales_of(mesh)
@@ -163,7 +173,7 @@ def suspects_of_gradients(
         users.append(of_rank)
     is_wrong: dict[int, bool] = {}
 
-    def doubtful(event: Event) -> bool:
+    def doubtful(event: CallOnRanks) -> bool:
         if id(event) not in is_wrong:
             is_wrong[id(event)] = not has_own_gradient(ring, event, mesh, scales)
         return is_wrong[id(event)]
@@ -193,7 +203,9 @@ def scales_of(mesh: Mesh) -> list[Fraction]:
     return [Fraction(1), *map(Fraction, sorted(sizes)), *(Fraction(1, n) for n in sorted(sizes))]
 
 
-def has_own_gradient(ring: Ring, event: Event, mesh: Mesh, scales: Sequence[Fraction]) -> bool:
+def has_own_gradient(
+    ring: Ring, event: CallOnRanks, mesh: Mesh, scales: Sequence[Fraction]
+) -> bool:
     """Is it one device's, or the rank's own part, but for a number of ranks? Where there is none,
     or nothing to compare it with, nothing is known."""
     for k in range(len(event.first.gradients)):
@@ -208,7 +220,7 @@ def has_own_gradient(ring: Ring, event: Event, mesh: Mesh, scales: Sequence[Frac
     return True
 
 
-def _keyed(calls: Sequence[Call], common: Set[str]) -> Iterator[tuple[Key, Call]]:
+def _keyed(calls: Sequence[RecordedCall], common: Set[str]) -> Iterator[tuple[Key, RecordedCall]]:
     turns: dict[tuple[object, ...], list[int]] = {}
     for call in calls:
         p = call.place
@@ -229,7 +241,7 @@ def _keyed(calls: Sequence[Call], common: Set[str]) -> Iterator[tuple[Key, Call]
 class _Pool:
     """All floats that one device has, but for small integers, which are anybody's."""
 
-    def __init__(self, ring: Ring, one: Recorded) -> None:
+    def __init__(self, ring: Ring, one: CallsOfRank) -> None:
         self.ring = ring
         given = (x for c in one.calls for x in (*c.values, *_among(c.args)))
         floats = [x.flatten() for x in given if x.dtype == torch.float64]
@@ -250,7 +262,7 @@ def _among(args: object) -> Iterator[Tensor]:
             yield from _among(x)
 
 
-def _is_explained(ring: Ring, event: Event, mesh: Mesh, pool: _Pool) -> bool:
+def _is_explained(ring: Ring, event: CallOnRanks, mesh: Mesh, pool: _Pool) -> bool:
     calls = [c for c in event.ranks if c is not None]
     for k, value in enumerate(calls[0].values):
         got = [c.values[k] if c and k < len(c.values) else None for c in event.ranks]

@@ -14,8 +14,8 @@ from torch import Tensor
 from fcoll.proving import repairs, repairs_of_elements, substitutes
 from fcoll.proving.correspondence import Layout, Mesh
 from fcoll.proving.judgement import Compared
-from fcoll.proving.lines import Changing, Place, Recorded, Recording, in_backward
-from fcoll.proving.program import Cuts, Observed, Plan, Program, Survey
+from fcoll.proving.lines import CallSite, CallsOfRank, Changing, Recording, in_backward
+from fcoll.proving.program import Cuts, Observation, Plan, Program, Survey
 from fcoll.proving.repairs import (
     FIRST,
     LIKELY,
@@ -30,7 +30,7 @@ from fcoll.proving.repairs import (
 )
 from fcoll.proving.ring import Ring
 from fcoll.proving.suspects import (
-    Event,
+    CallOnRanks,
     events,
     is_given_own,
     suspects,
@@ -48,7 +48,7 @@ SIMPLE = 2**11  # numerators and denominators of a factor
 RESTARTS = 30  # a change that raises ends its simulation
 
 Locate = Callable[[list[Survey]], Layout]
-Judge = Callable[[Observed, list[Observed]], list[Compared]]
+Judge = Callable[[Observation, list[Observation]], list[Compared]]
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Investigation:
     locate: Locate
     locate_alone: Locate
     judge: Judge  # what is wrong, of one device's and the ranks' results
-    one: Observed
+    one: Observation
     wrong: list[Compared]
     gradients: int
     tried: int = 0
     started: float = field(default_factory=time.process_time)
-    ranks: list[Recorded] = field(default_factory=list)
-    found: list[Event] = field(default_factory=list)
+    ranks: list[CallsOfRank] = field(default_factory=list)
+    found: list[CallOnRanks] = field(default_factory=list)
 
     def first_difference(self) -> Difference | None:
         """What would mend the step, of changes of its calls; else where it goes wrong."""
@@ -105,14 +105,16 @@ class Investigation:
         compared = [s for s in at if s.events[0].one is not None or s.is_float()]
         return _first_result(compared[0]) if is_forward and compared else None
 
-    def _once(self, place: Place, at: Sequence[Site], candidates: Sequence[Repair]) -> list[Repair]:
+    def _once(
+        self, place: CallSite, at: Sequence[Site], candidates: Sequence[Repair]
+    ) -> list[Repair]:
         """Changes of the first execution that is wrong, where others are right."""
         first = self._way(place, at)[-1]
         if sum(e.place == first.place for e in self.found) < 2:
             return []
         return [only_at(r, first.execution) for r in candidates if r.place == first.place]
 
-    def _way(self, place: Place, at: Sequence[Site]) -> list[Event]:
+    def _way(self, place: CallSite, at: Sequence[Site]) -> list[CallOnRanks]:
         """Back to the call that is given one device's values, and gives others."""
         event = next(site for site in at if site.place == place).events[0]
         return way_back(self.ring, event, self.ranks, self.found, self.parallel.mesh)
@@ -186,8 +188,8 @@ class Investigation:
         self.found = events(self.ring, single, self.ranks, self.parallel.mesh)
         return True
 
-    def _record(self, program: Program, locate: Locate) -> list[Recorded]:
-        recorded = [Recorded() for _ in range(program.mesh.size)]
+    def _record(self, program: Program, locate: Locate) -> list[CallsOfRank]:
+        recorded = [CallsOfRank() for _ in range(program.mesh.size)]
 
         def plan() -> Plan:
             yield self._fresh(), Cuts(), lambda rank, mesh: Recording(recorded[rank])
@@ -243,14 +245,14 @@ class Investigation:
 
     def _run_each(
         self, candidates: Sequence[Repair]
-    ) -> Iterator[tuple[Repair, list[Observed] | None]]:
+    ) -> Iterator[tuple[Repair, list[Observation] | None]]:
         """What ranks gave with each, None if that raised. All in one simulation, as far as none
         raises."""
         rest, restarts = list(candidates), 0
         while rest and restarts <= RESTARTS:
-            done: list[list[Observed]] = []
+            done: list[list[Observation]] = []
 
-            def plan(rest: list[Repair] = rest, done: list[list[Observed]] = done) -> Plan:
+            def plan(rest: list[Repair] = rest, done: list[list[Observation]] = done) -> Plan:
                 for repair in rest:
                     if self.tried >= MOST or time.process_time() - self.started > SECONDS:
                         return
@@ -291,7 +293,7 @@ class Investigation:
                 found.append(scaled(site, float(by), what, f"multiplying {site.its} by {by}"))
         return self._first_that_mends(found)
 
-    def _factor(self, ranks: list[Observed]) -> Fraction | None:
+    def _factor(self, ranks: list[Observation]) -> Fraction | None:
         value = next(v for v in self.wrong if v.kind == "loss")
         twice = [o.outputs[value.name] for o in ranks]
         ring = self.ring
@@ -345,7 +347,7 @@ def _first_result(site: Site) -> Difference:
     return Difference(_name(site.place), what, site.place.shown, "")
 
 
-def _name(place: Place, of: str = "result") -> str:
+def _name(place: CallSite, of: str = "result") -> str:
     return f"{of} of {place.function.strip('_')}"
 
 

@@ -82,7 +82,7 @@ class Globals:
                 each.saved += entries
                 each.first += entries
 
-        finder = _Finder(self.names, add)
+        finder = _ImportWatcher(self.names, add)
         sys.meta_path.insert(0, finder)
         try:
             yield
@@ -200,7 +200,7 @@ def _imported(names: tuple[str, ...]) -> Iterator[ModuleType]:
             yield from (m for n, m in list(sys.modules.items()) if n.startswith(f"{name}."))
 
 
-class _Finder:
+class _ImportWatcher:
     """A finder ahead of the others in sys.meta_path that calls ``imported`` after an import."""
 
     def __init__(self, names: tuple[str, ...], imported: Callable[[ModuleType], None]) -> None:

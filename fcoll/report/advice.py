@@ -25,7 +25,7 @@ from fcoll.report.summary import Row, rows
 from fcoll.scheduling.planner import schedule, without_collector
 from fcoll.scheduling.sequence_parallel import sharded
 from fcoll.scheduling.step_changes import bucketed, prefetched
-from fcoll.scheduling.step_program import Program
+from fcoll.scheduling.step_program import StepProgram
 from fcoll.scheduling.streams import freed_in_order
 from fcoll.scheduling.timeline import Costs, Timeline, pricing, timeline
 from fcoll.table.p2p import IRECV
@@ -96,7 +96,7 @@ def advice(
     return tuple(_best([x for x in told if x is not None and x.saved_us > least]))
 
 
-def _program(trace: Any, machine: Machine, costs: Costs | None, waits: str) -> Program:
+def _program(trace: Any, machine: Machine, costs: Costs | None, waits: str) -> StepProgram:
     """The steps with numbers for sizes and for times."""
     pair = isinstance(trace, tuple)
     steps, calls = trace if pair else (trace.steps, trace.collectives)
@@ -104,7 +104,7 @@ def _program(trace: Any, machine: Machine, costs: Costs | None, waits: str) -> P
     graph_module = None if pair else trace.graph_module
     price = pricing(calls, machine, costs, sizes)
     us = {step.name: price(step) for step in steps}
-    return Program(
+    return StepProgram(
         steps=freed_in_order(tuple(_numbered(step, sizes) for step in steps)),
         collectives=tuple(replace(c, bytes=int(number(c.bytes, sizes))) for c in calls),
         us=us,
@@ -137,7 +137,7 @@ def _best(found: Sequence[Advice]) -> Iterator[Advice]:
 Make = Callable[[], Advice | None]
 
 
-def _candidates(program: Program, measured: bool, plan: bool) -> Iterator[Make]:
+def _candidates(program: StepProgram, measured: bool, plan: bool) -> Iterator[Make]:
     exposed = [r for r in rows(program.line) if r.exposed_us >= LEAST * program.line.step_us]
     calls = {c.id: c for c in program.collectives}
     for row in exposed[:LINES]:
@@ -153,7 +153,7 @@ def _candidates(program: Program, measured: bool, plan: bool) -> Iterator[Make]:
         yield partial(_plan, program)
 
 
-def _told(program: Program, row: Row | None, kind: str, what: str, after: Timeline) -> Advice:
+def _told(program: StepProgram, row: Row | None, kind: str, what: str, after: Timeline) -> Advice:
     before = program.line
     saved = before.step_us - after.step_us
     return Advice(
@@ -179,7 +179,7 @@ def _peers(calls: Iterable[Issued]) -> str:
     return ", on both ranks of each message" if any(c.row.is_p2p for c in calls) else ""
 
 
-def _prefetch(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
+def _prefetch(program: StepProgram, row: Row, calls: list[Issued]) -> Advice | None:
     """Just in time takes less memory; as early as can be only if that saves more."""
     soon = prefetched(program, calls, just_in_time=True)
     if soon is None:
@@ -198,23 +198,23 @@ def _prefetch(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
     return told
 
 
-def _by_units(program: Program, row: Row, calls: Sequence[Issued]) -> str:
+def _by_units(program: StepProgram, row: Row, calls: Sequence[Issued]) -> str:
     """FSDP2 sends what its units say."""
     way = "forward" if row.phase == "fwd" else "backward"
     return f" (set_modules_to_{way}_prefetch)" if _of_fsdp2(program, calls[0]) else ""
 
 
-def _of_fsdp2(program: Program, call: Issued) -> bool:
+def _of_fsdp2(program: StepProgram, call: Issued) -> bool:
     """Does it send what FSDP2 has copied together?"""
     inputs = program.steps[program.at[call.start]].inputs
     return any(program.steps[program.at[x]].op.startswith("fsdp::") for x in inputs)
 
 
-def _lead(made: Program, call: Issued) -> float:
+def _lead(made: StepProgram, call: Issued) -> float:
     return made.compute_before_us[made.at[call.start]]
 
 
-def _bucket(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
+def _bucket(program: StepProgram, row: Row, calls: list[Issued]) -> Advice | None:
     made = bucketed(program, calls)
     if made is None:
         return None
@@ -227,7 +227,7 @@ def _bucket(program: Program, row: Row, calls: list[Issued]) -> Advice | None:
     return _told(program, row, "bucket", what, made.line)
 
 
-def _shard(program: Program, row: Row) -> Advice | None:
+def _shard(program: StepProgram, row: Row) -> Advice | None:
     """All sums over an axis: what is between them is on shards only if all are."""
     calls = [c for c in program.collectives if c.label == row.axis]
     made = sharded(program, calls)
@@ -240,9 +240,9 @@ def _shard(program: Program, row: Row) -> Advice | None:
     return _told(program, row, "shard", what, made.line)
 
 
-def _axis(program: Program, exposed: Sequence[Row]) -> Advice | None:
+def _axis(program: StepProgram, exposed: Sequence[Row]) -> Advice | None:
     """The best exchange of two axes."""
-    best: tuple[Program, list[str]] | None = None
+    best: tuple[StepProgram, list[str]] | None = None
     for one, other in combinations(program.mesh, 2):
         swap = {one: other, other: one}
         order = [swap.get(name, name) for name in program.mesh]
@@ -259,7 +259,7 @@ def _axis(program: Program, exposed: Sequence[Row]) -> Advice | None:
     return _told(program, row, "axis", what, made.line)
 
 
-def _relaid(program: Program, order: Sequence[str]) -> Program:
+def _relaid(program: StepProgram, order: Sequence[str]) -> StepProgram:
     """The mesh with its axes in another order, so that groups lie on other links."""
     calls = [
         replace(c, ranks=tuple(moved_to(r, program.mesh, order) for r in c.ranks))
@@ -269,7 +269,7 @@ def _relaid(program: Program, order: Sequence[str]) -> Program:
     return replace(program, collectives=tuple(calls), us={**program.us, **us})
 
 
-def _plan(program: Program) -> Advice | None:
+def _plan(program: StepProgram) -> Advice | None:
     """The step as the scheduler orders it at no more memory; buckets could save more. Plans count
     memory until the wait, so that no order may be under what the timeline counts."""
     pair = program.steps, program.collectives

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from fcoll.report import notebook
-from fcoll.report.observed import Observed, Run, kind_of, read
+from fcoll.report.observed import ObservedCall, ObservedRun, kind_of, read
 from fcoll.report.summary import Row, rows
 from fcoll.scheduling.timeline import Timeline
 from fcoll.units import show_bytes, show_us, table
@@ -27,7 +27,7 @@ LISTED = 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """What a predicted call took in the run, over its steps; ``bytes`` where the file tells."""
 
     us: float
@@ -59,12 +59,12 @@ class RunRow:
 class Against:
     """A run laid over a timeline."""
 
-    run: Run
-    steps: tuple[tuple[Observed, ...], ...]
-    calls: dict[int, Measured]
-    found: tuple[dict[int, Observed], ...]  # by step
+    run: ObservedRun
+    steps: tuple[tuple[ObservedCall, ...], ...]
+    calls: dict[int, MeasuredCall]
+    found: tuple[dict[int, ObservedCall], ...]  # by step
     missing: tuple[Any, ...]  # predicted, and not in the run
-    extra: tuple[Observed, ...]  # of the first step, not predicted
+    extra: tuple[ObservedCall, ...]  # of the first step, not predicted
     rows: tuple[RunRow, ...]
     notes: tuple[str, ...]
 
@@ -97,9 +97,9 @@ class Against:
         }
 
 
-def against(line: Timeline, run: Run | str | Path) -> Against:
+def against(line: Timeline, run: ObservedRun | str | Path) -> Against:
     """Lay a run over a timeline. ``run`` is one that was read, or a file."""
-    run = run if isinstance(run, Run) else read(run)
+    run = run if isinstance(run, ObservedRun) else read(run)
     steps = _steps(run, line)
     found = tuple(_matched(line, step) for step in steps)
     ids = {c.id for c in line.collectives if all(c.id in step for step in found)}
@@ -112,19 +112,19 @@ def against(line: Timeline, run: Run | str | Path) -> Against:
     return Against(run, steps, calls, found, missing, extra, lines, notes)
 
 
-def _measured(seen: Sequence[Observed]) -> Measured:
+def _measured(seen: Sequence[ObservedCall]) -> MeasuredCall:
     us, exposed = median(o.us for o in seen), median(o.exposed_us for o in seen)
-    return Measured(us, exposed, seen[0].bytes)
+    return MeasuredCall(us, exposed, seen[0].bytes)
 
 
 # -- steps ---
 
 
-def _steps(run: Run, line: Timeline) -> tuple[tuple[Observed, ...], ...]:
+def _steps(run: ObservedRun, line: Timeline) -> tuple[tuple[ObservedCall, ...], ...]:
     """The run's collectives by step: as the profiler marked them, else where they repeat."""
     if run.marks:
         ends = [b for _, b in run.marks]
-        found: list[list[Observed]] = [[] for _ in ends]
+        found: list[list[ObservedCall]] = [[] for _ in ends]
         for one in run.collectives:
             k = next((k for k, (a, b) in enumerate(run.marks) if a <= one.start_us < b), None)
             if k is not None:
@@ -156,18 +156,18 @@ def _period(kinds: Sequence[str], calls: Sequence[Any], size: int) -> int:
 # -- which is which ---
 
 
-def _matched(line: Timeline, step: Sequence[Observed]) -> dict[int, Observed]:
+def _matched(line: Timeline, step: Sequence[ObservedCall]) -> dict[int, ObservedCall]:
     """{predicted call: the run's}."""
     told = {o.kind: all(x.n for x in step if x.kind == o.kind) for o in step}
     mine: dict[Any, list[Any]] = {}
     for c in sorted(line.collectives, key=lambda c: c.id):
         kind = kind_of(c.op)
         mine.setdefault((kind, _place(line, c.ranks) if told.get(kind) else None), []).append(c)
-    theirs: dict[Any, list[Observed]] = {}
+    theirs: dict[Any, list[ObservedCall]] = {}
     for o in step:
         theirs.setdefault((o.kind, _group(o) if told[o.kind] else None), []).append(o)
     _same_sizes(mine, theirs)
-    found: dict[int, Observed] = {}
+    found: dict[int, ObservedCall] = {}
     for key, calls in mine.items():
         found |= _in_order(calls, theirs.get(key, []))
     return found
@@ -177,11 +177,11 @@ def _place(line: Timeline, ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]
     return len(ranks), tuple(ranks)
 
 
-def _group(o: Observed) -> tuple[int, tuple[int, ...]]:
+def _group(o: ObservedCall) -> tuple[int, tuple[int, ...]]:
     return o.n or 0, o.ranks
 
 
-def _same_sizes(mine: dict[Any, list[Any]], theirs: dict[Any, list[Observed]]) -> None:
+def _same_sizes(mine: dict[Any, list[Any]], theirs: dict[Any, list[ObservedCall]]) -> None:
     """Groups whose ranks the file does not tell, or another rank's: by kind and size, in order."""
     for key in [k for k in theirs if k not in mine and k[1] is not None]:
         kind, (n, _) = key
@@ -190,7 +190,7 @@ def _same_sizes(mine: dict[Any, list[Any]], theirs: dict[Any, list[Observed]]) -
             theirs[free[0]] = theirs.pop(key)
 
 
-def _in_order(calls: Sequence[Any], seen: Sequence[Observed]) -> dict[int, Observed]:
+def _in_order(calls: Sequence[Any], seen: Sequence[ObservedCall]) -> dict[int, ObservedCall]:
     """One by one where there are as many; else those with equal sizes, in order."""
     if len(calls) == len(seen):
         return {c.id: o for c, o in zip(calls, seen, strict=True)}
@@ -232,13 +232,13 @@ def _number(value: Any) -> int | None:
 # -- what is told ---
 
 
-def _rows(line: Timeline, calls: dict[int, Measured]) -> Iterable[RunRow]:
+def _rows(line: Timeline, calls: dict[int, MeasuredCall]) -> Iterable[RunRow]:
     """By line, what takes the most longer than predicted first."""
     made = [row for r in rows(line) if (row := _row(line, r, calls)) is not None]
     return sorted(made, key=lambda r: r.us - r.measured_us)
 
 
-def _row(line: Timeline, row: Row, calls: dict[int, Measured]) -> RunRow | None:
+def _row(line: Timeline, row: Row, calls: dict[int, MeasuredCall]) -> RunRow | None:
     ids = [i for i in row.ids if i in calls]
     if not ids:
         return None
@@ -260,11 +260,11 @@ def _row(line: Timeline, row: Row, calls: dict[int, Measured]) -> RunRow | None:
 
 def _notes(
     line: Timeline,
-    run: Run,
-    steps: Sequence[Sequence[Observed]],
-    calls: dict[int, Measured],
+    run: ObservedRun,
+    steps: Sequence[Sequence[ObservedCall]],
+    calls: dict[int, MeasuredCall],
     missing: Sequence[Any],
-    extra: Sequence[Observed],
+    extra: Sequence[ObservedCall],
     found: Sequence[RunRow],
 ) -> Iterable[str]:
     """Where they differ, in sentences."""
@@ -300,7 +300,7 @@ def _notes(
         yield f"{row.op} at {row.source or '?'} ({row.phase}): {row.ratio:.2g}x the predicted time"
 
 
-def _step_us(run: Run, steps: Sequence[Sequence[Observed]]) -> list[float]:
+def _step_us(run: ObservedRun, steps: Sequence[Sequence[ObservedCall]]) -> list[float]:
     """How long steps took: by the marks, else from the first call of one to that of the next."""
     if run.marks:
         firsts = [s[0].start_us for s in steps if s]
@@ -321,7 +321,7 @@ def _call(c: Any) -> str:
     return f"{c.op} of {show_bytes(c.bytes)} over {c.label}{where}"
 
 
-def _seen(o: Observed) -> str:
+def _seen(o: ObservedCall) -> str:
     size = f" of {show_bytes(o.bytes)}" if o.bytes is not None else ""
     return f"{o.kind or o.name}{size}" + (f" over {o.group}" if o.group else "")
 
@@ -373,7 +373,7 @@ def page_data(line: Timeline, found: Against | None) -> dict[str, Any]:
     }
 
 
-def _zero(line: Timeline, found: Against, step: dict[int, Observed]) -> float:
+def _zero(line: Timeline, found: Against, step: dict[int, ObservedCall]) -> float:
     """When the first step began: at its mark; else so that the first call begins as predicted."""
     if not step:
         return 0.0

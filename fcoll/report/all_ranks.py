@@ -18,7 +18,7 @@ from fcoll.graph.issued import Issued, messages_of
 from fcoll.graph.steps import Step
 from fcoll.report import lanes
 from fcoll.report.places import is_whole, place_of, rank_at, varying
-from fcoll.scheduling.clock import Meeting
+from fcoll.scheduling.clock import Rendezvous
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.rank_lines import RankLine, RankProgram, run_world
 from fcoll.scheduling.streams import as_streams_run
@@ -251,9 +251,9 @@ class _Groups:
         self.axes, self.run_for = axes, run_for
         self.shapes: dict[Any, int] = {}
         self.spans: dict[tuple[int, ...], list[str]] = {}  # of the groups of traced ranks
-        self.meetings: dict[Any, Meeting] = {}
+        self.meetings: dict[Any, Rendezvous] = {}
 
-    def of(self, ranks: tuple[int, ...], instance: int, rank: int) -> Meeting:
+    def of(self, ranks: tuple[int, ...], instance: int, rank: int) -> Rendezvous:
         """The group that is to this rank what ``ranks`` are to the traced one that is like it: the
         same along the axes that it spans, and where this rank is along the others."""
         if ranks not in self.spans:
@@ -262,13 +262,13 @@ class _Groups:
         fixed = tuple(-1 if name in spans else at for name, at in zip(self.axes, here, strict=True))
         key = self._shape(ranks, spans), fixed, instance
         if key not in self.meetings:
-            self.meetings[key] = Meeting(key, tuple(self._moved(r, fixed) for r in ranks))
+            self.meetings[key] = Rendezvous(key, tuple(self._moved(r, fixed) for r in ranks))
         return self.meetings[key]
 
-    def run(self, meeting: Meeting) -> Meeting:
+    def run(self, meeting: Rendezvous) -> Rendezvous:
         """The same of the ranks that are run."""
         ranks = tuple(dict.fromkeys(self.run_for[r] for r in meeting.ranks))
-        return meeting if ranks == meeting.ranks else Meeting(meeting.key, ranks)
+        return meeting if ranks == meeting.ranks else Rendezvous(meeting.key, ranks)
 
     def _moved(self, rank: int, fixed: tuple[int, ...]) -> int:
         place = zip(place_of(rank, self.axes), fixed, strict=True)
@@ -306,7 +306,7 @@ class _Model:
         meetings = {c.id: list(self._meetings(c, rank)) for c in self.traced.collectives}
         return RankProgram(self.traced.steps, meetings, price, self.contention, self.results)
 
-    def _meetings(self, call: Issued, rank: int) -> Iterator[Meeting]:
+    def _meetings(self, call: Issued, rank: int) -> Iterator[Rendezvous]:
         group = self.groups.of(call.ranks, call.instance, rank)
         if not call.row.is_p2p:
             yield self.groups.run(group)
@@ -314,4 +314,4 @@ class _Model:
         for sends, peer, tag in messages_of(call):
             other = group.ranks[peer]
             ends = (rank, other) if sends else (other, rank)
-            yield Meeting((*ends, tag, call.instance), ends)
+            yield Rendezvous((*ends, tag, call.instance), ends)

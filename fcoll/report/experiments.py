@@ -29,7 +29,7 @@ SEEDS = 9
 
 
 @dataclass(frozen=True)
-class Result:
+class SchedulerResult:
     """What one scheduler makes of the program on one machine under one cap.
 
     ``noisy_us`` is the median step with all times off by up to the noise: the order is made with
@@ -56,7 +56,7 @@ def compare(
     machines: Sequence[str] = ("h100",),
     noise: float = 0.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Result]:
+) -> list[SchedulerResult]:
     """Plan a trace in every way. The order that came in is always among them, and first; the
     schedulers that heed no cap are asked once.
 
@@ -80,14 +80,14 @@ def _ways(
                 yield machine, scheduler, cap
 
 
-def _result(trace: Any, machine: str, scheduler: str, cap: str, noise: float) -> Result:
+def _result(trace: Any, machine: str, scheduler: str, cap: str, noise: float) -> SchedulerResult:
     begin = time.perf_counter()
     memory_cap = None if cap == "none" else int(cap) if cap.isdigit() else cap
     try:
         plan = schedule(trace, Machine.of(machine), memory_cap=memory_cap, scheduler=scheduler)
     except (BadPlan, MemoryCapTooSmall) as error:  # torch's fails on some graphs of two groups
-        return Result(machine, scheduler, cap, failed=str(error))
-    return Result(
+        return SchedulerResult(machine, scheduler, cap, failed=str(error))
+    return SchedulerResult(
         machine,
         scheduler,
         cap,
@@ -119,7 +119,7 @@ def noisy_us(plan: Plan, noise: float) -> float:
 # -- as a table, a file, a picture ---
 
 
-def render(results: Sequence[Result], noise: float = 0.0) -> str:
+def render(results: Sequence[SchedulerResult], noise: float = 0.0) -> str:
     """A table for a terminal."""
     head = _head(noise)
     lines = table([head, *_rows(results, noise)], _align(head))
@@ -137,12 +137,12 @@ def _align(head: Sequence[str]) -> str:
     return "<<>" + ">" * (len(head) - 3)
 
 
-def _rows(results: Sequence[Result], noise: float) -> list[tuple[str, ...]]:
+def _rows(results: Sequence[SchedulerResult], noise: float) -> list[tuple[str, ...]]:
     original = {r.machine: r.makespan_us for r in results if r.scheduler == "original"}
     return [_cells(r, original[r.machine], bool(noise)) for r in results]
 
 
-def _cells(r: Result, original_us: float, noisy: bool) -> tuple[str, ...]:
+def _cells(r: SchedulerResult, original_us: float, noisy: bool) -> tuple[str, ...]:
     if r.failed:
         return (r.machine, r.scheduler, r.memory, "no plan", *[""] * (7 if noisy else 6))
     return (
@@ -154,7 +154,7 @@ def _cells(r: Result, original_us: float, noisy: bool) -> tuple[str, ...]:
     )
 
 
-def html(results: Sequence[Result], title: str, noise: float = 0.0) -> str:
+def html(results: Sequence[SchedulerResult], title: str, noise: float = 0.0) -> str:
     """The table and the drawing as a page that needs nothing else."""
     head = _head(noise)
     rows = notebook.table(head, _rows(results, noise), _align(head))
@@ -167,9 +167,9 @@ def html(results: Sequence[Result], title: str, noise: float = 0.0) -> str:
     )
 
 
-def as_csv(results: Sequence[Result]) -> str:
+def as_csv(results: Sequence[SchedulerResult]) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, [f.name for f in fields(Result)])
+    writer = csv.DictWriter(out, [f.name for f in fields(SchedulerResult)])
     writer.writeheader()
     writer.writerows(map(asdict, results))
     return out.getvalue()
@@ -179,12 +179,12 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 460, 90, 30, 60, 54
 COLORS = ("#4a6fa5", "#d9552c", "#3f8f5f", "#7a5ea8", "#b8860b", "#5b5b5b", "#a04060", "#208080")
 
 
-def plot(results: Sequence[Result], title: str) -> str:
+def plot(results: Sequence[SchedulerResult], title: str) -> str:
     """Step time against peak memory, a line for each scheduler and machine: SVG."""
     shown = [r for r in results if not r.failed]
     across = _axis([r.peak_bytes for r in shown], LEFT, WIDTH - RIGHT)
     up = _axis([r.makespan_us for r in shown], HEIGHT - BOTTOM, TOP)
-    lines: dict[str, list[Result]] = {}
+    lines: dict[str, list[SchedulerResult]] = {}
     for r in shown:
         lines.setdefault(f"{r.scheduler}, {r.machine}", []).append(r)
     parts = [f'<text class="title" x="16" y="24">{escape(title)}</text>']
@@ -212,7 +212,7 @@ def _line(points: list[Any], name: str, color: str, x: float, y: float) -> list[
     return [*found, f'<text class="soft" x="{x + 15}" y="{y}">{escape(name)}</text>']
 
 
-def _scales(shown: Sequence[Result]) -> list[str]:
+def _scales(shown: Sequence[SchedulerResult]) -> list[str]:
     most_us = max((r.makespan_us for r in shown), default=0.0) * 1.05
     most_bytes = max((r.peak_bytes for r in shown), default=0) * 1.05
     base, parts = HEIGHT - BOTTOM, []

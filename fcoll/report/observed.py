@@ -56,7 +56,7 @@ BACKENDS = ("gloo:", "ucc:", "mpi:")  # of what c10d's backends run on threads o
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedCall:
     """One collective of a run. What the file does not tell is None or empty."""
 
     kind: str
@@ -75,13 +75,13 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Run:
+class ObservedRun:
     """What a file tells: collectives in order, compute, and the marks of steps, in us."""
 
     path: str
     tool: str  # "PyTorch profiler, CPU" | "PyTorch profiler, GPU" | "Nsight Systems"
     rank: int | None
-    collectives: tuple[Observed, ...]
+    collectives: tuple[ObservedCall, ...]
     compute: tuple[tuple[float, float], ...]  # merged
     marks: tuple[tuple[float, float], ...] = ()
 
@@ -95,7 +95,7 @@ def kind_of(name: str) -> str:
     return next((kind for word, kind in KINDS.items() if word in plain), "")
 
 
-def read(path: str | Path) -> Run:
+def read(path: str | Path) -> ObservedRun:
     """The run in a file of one of the two tools."""
     try:
         raw = Path(path).read_bytes()
@@ -119,7 +119,7 @@ def _events(data: Any) -> tuple[list[dict[str, Any]], int | None]:
     return sorted(slices, key=lambda e: e["ts"]), told.get("rank")
 
 
-def _kineto(path: str, events: Sequence[dict[str, Any]], rank: int | None) -> Run:
+def _kineto(path: str, events: Sequence[dict[str, Any]], rank: int | None) -> ObservedRun:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     sends = [e for e in kernels if _is_collective(e)]
     if sends:
@@ -136,7 +136,9 @@ def _kineto(path: str, events: Sequence[dict[str, Any]], rank: int | None) -> Ru
     marks = [e for e in events if STEP.fullmatch(e["name"])]
     on_gpu = [e for e in marks if "gpu" in str(e.get("cat"))]
     both = tuple((e["ts"], e["ts"] + e["dur"]) for e in (sends and on_gpu) or marks)
-    return Run(path, tool, rank, _exposed(found, compute), compute, tuple(dict.fromkeys(both)))
+    return ObservedRun(
+        path, tool, rank, _exposed(found, compute), compute, tuple(dict.fromkeys(both))
+    )
 
 
 def _is_collective(e: Mapping[str, Any]) -> bool:
@@ -150,14 +152,14 @@ def _ends(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[float, float], ...
 # -- GPUs ---
 
 
-def _kernel(e: Mapping[str, Any]) -> Observed:
+def _kernel(e: Mapping[str, Any]) -> ObservedCall:
     """An NCCL kernel, with what torch tells of the call that started it."""
     args = e["args"]
     name = NCCL.match(e["name"])
     kind = kind_of(str(args.get("Collective name", ""))) or kind_of(name[1] if name else "")
     sizes = [args[k] for k in ("In msg nelems", "Out msg nelems") if args.get(k) is not None]
     item = ITEM_BYTES.get(str(args.get("dtype", "")).lower())
-    return Observed(
+    return ObservedCall(
         kind=kind,
         start_us=e["ts"],
         end_us=e["ts"] + e["dur"],
@@ -178,7 +180,7 @@ def _ranks(told: Any) -> tuple[int, ...]:
 # -- CPUs ---
 
 
-def _calls(events: Sequence[dict[str, Any]]) -> list[Observed]:
+def _calls(events: Sequence[dict[str, Any]]) -> list[ObservedCall]:
     """The calls of c10d in order, each with the time in which its backend ran it."""
     calls = _outermost(e for e in events if e["name"].startswith("c10d::") and kind_of(e["name"]))
     if not calls:  # on shared memory there is no c10d
@@ -190,11 +192,11 @@ def _calls(events: Sequence[dict[str, Any]]) -> list[Observed]:
     return [_call(call, runs[i] if runs else call) for i, call in enumerate(calls)]
 
 
-def _call(call: Mapping[str, Any], run: Mapping[str, Any]) -> Observed:
+def _call(call: Mapping[str, Any], run: Mapping[str, Any]) -> ObservedCall:
     kind, end = kind_of(call["name"]), run["ts"] + run["dur"]
     part = kind == "all_gather" and call["name"].startswith("fcoll::")  # only the input is told
     nbytes = None if part else _input_bytes(call, run)
-    return Observed(kind, run["ts"], end, f"{call['name']} {run['name']}", nbytes)
+    return ObservedCall(kind, run["ts"], end, f"{call['name']} {run['name']}", nbytes)
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -226,7 +228,7 @@ def _elements(dims: Any) -> int:
 # -- Nsight Systems ---
 
 
-def _nsight(path: str) -> Run:
+def _nsight(path: str) -> ObservedRun:
     """Kernels and the NVTX ranges that mark steps."""
     with sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True) as base:
         names = dict(base.execute("select id, value from StringIds"))
@@ -241,8 +243,8 @@ def _nsight(path: str) -> Run:
     if not sends:
         raise BadProfile(path=path, why="it has no NCCL kernels")
     compute = tuple(merged(((a, b) for a, b, k in kernels if not NCCL.match(k)), 1e-6))
-    found = [Observed(kind_of(word), a, b, k.partition("(")[0]) for a, b, k, word in sends]
-    return Run(path, "Nsight Systems", None, _exposed(found, compute), compute, marks)
+    found = [ObservedCall(kind_of(word), a, b, k.partition("(")[0]) for a, b, k, word in sends]
+    return ObservedRun(path, "Nsight Systems", None, _exposed(found, compute), compute, marks)
 
 
 def _nvtx_steps(
@@ -262,8 +264,8 @@ def _nvtx_steps(
 
 
 def _exposed(
-    found: Iterable[Observed], compute: Sequence[tuple[float, float]]
-) -> tuple[Observed, ...]:
+    found: Iterable[ObservedCall], compute: Sequence[tuple[float, float]]
+) -> tuple[ObservedCall, ...]:
     """In the order of time, with the time in which nothing is computed."""
     begins, made = [a for a, _ in compute], []
     for one in sorted(found, key=lambda o: o.start_us):

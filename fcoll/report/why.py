@@ -44,13 +44,13 @@ def reasons(line: Timeline) -> dict[int, Why]:
     """{collective: why} of those that are exposed; of a timeline it is found out once."""
     known: dict[int, Why] | None = vars(line).get("_reasons")
     if known is None:
-        found, exposed = _Facts(line), line.exposed_us.items()
+        found, exposed = _TimelineIndex(line), line.exposed_us.items()
         known = {i: found.why(i) for i, us in exposed if us > NEAR_US and i in found.at}
         vars(line)["_reasons"] = known
     return known
 
 
-class _Facts:
+class _TimelineIndex:
     """What is looked up of a timeline."""
 
     def __init__(self, line: Timeline) -> None:

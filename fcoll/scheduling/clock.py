@@ -81,7 +81,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What a call meets its peers over: the same ``key`` on all ``ranks``."""
 
     key: Hashable
@@ -97,16 +97,18 @@ class Task:
     cause: Task | None = None  # the flight that it had to wait for
     version = 0  # of its date: an event of another one is void
 
-    def __init__(self, ranks: tuple[int, ...], rank: Rank | None = None, left: float = 0.0) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: RankClock | None = None, left: float = 0.0
+    ) -> None:
         self.ranks, self.rank, self.left = ranks, rank, left
         self.missing = len(ranks)  # ranks that have not come, flights before it that have not ended
         self.links: dict[int, int] = {}  # of the ranks that have
         self.after: list[Task] = []  # all that it may have had to wait for
         self.followers: list[Task] = []  # flights that come after it,
-        self.waiting: list[Rank] = []  # and ranks that wait for it
+        self.waiting: list[RankClock] = []  # and ranks that wait for it
 
 
-class Rank:
+class RankClock:
     """One rank on its way: what it has done (by unit, and in the order of time) and has under way.
 
     ``meetings``, by unit, are whom its collectives meet; without them it is alone. A start of
@@ -117,7 +119,7 @@ class Rank:
         self,
         units: Units,
         order: Iterable[int],
-        meetings: Mapping[int, Sequence[Meeting]] | None = None,
+        meetings: Mapping[int, Sequence[Rendezvous]] | None = None,
         waits_first: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         n, self.number = len(units.us), 0
@@ -161,13 +163,13 @@ class EventLoop:
     """Ranks against each other: time goes from one moment at which something begins or ends to the
     next. Rates change then and only then, so the times are exact."""
 
-    def __init__(self, ranks: Mapping[int, Rank]) -> None:
+    def __init__(self, ranks: Mapping[int, RankClock]) -> None:
         self.now = 0.0
         self.ranks = ranks
         self.events: list[tuple[float, bool, int, Task, int]] = []
         self.count = count()
         self.open: dict[Hashable, Task] = {}  # (key, turn) of meetings: the flights
-        self.going: dict[Rank, Iterator[None]] = {}
+        self.going: dict[RankClock, Iterator[None]] = {}
         found = [rank.contention for rank in ranks.values()]
         self.crowded = any(c.slowdown != 1 or any(c.links.values()) for c in found)
         for number, rank in ranks.items():
@@ -190,7 +192,7 @@ class EventLoop:
 
     # -- one rank ---
 
-    def steps(self, rank: Rank) -> Iterator[None]:
+    def steps(self, rank: RankClock) -> Iterator[None]:
         """A rank's units, one after the other; it stops where it cannot go on."""
         units, host_us, host = rank.units, rank.contention.host_us, 0.0
         kind, us, flights, launches = units.kind, units.us, units.flights, units.launches
@@ -240,7 +242,7 @@ class EventLoop:
         self.now = due
         return True
 
-    def issue(self, rank: Rank, u: int) -> None:
+    def issue(self, rank: RankClock, u: int) -> None:
         """A start: it takes its place on its streams, and comes to its meetings."""
         units, tasks, number = rank.units, rank.tasks, rank.number
         if rank.meetings is None:
@@ -266,7 +268,7 @@ class EventLoop:
             if not task.missing:
                 self.begin(task)
 
-    def come(self, rank: Rank, meeting: Meeting) -> Task:
+    def come(self, rank: RankClock, meeting: Rendezvous) -> Task:
         """The flight of a meeting, of this turn of the rank's."""
         turn = rank.turns[meeting.key]
         rank.turns[meeting.key] += 1
@@ -346,10 +348,10 @@ class EventLoop:
 
 def alone(
     units: Units, order: Iterable[int], waits_first: Mapping[int, Sequence[int]] | None = None
-) -> Rank:
+) -> RankClock:
     """One rank, to its end; its peers are taken to be as far as it is. The ends of starts are then
     those of their flights."""
-    rank = Rank(units, order, waits_first=waits_first)
+    rank = RankClock(units, order, waits_first=waits_first)
     EventLoop({0: rank}).run()
     for u, (task,) in rank.tasks.items():
         assert task.ended is not None

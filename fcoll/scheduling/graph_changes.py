@@ -22,7 +22,7 @@ from fcoll.scheduling.repeats import fewer_layers
 from fcoll.scheduling.reuse import Reuse, by_room, repeated, without
 from fcoll.scheduling.rewrite import fake_mode_of
 from fcoll.scheduling.runtime import CollectivePrice
-from fcoll.scheduling.split_choice import Choice, Search, where_room_is, with_splits
+from fcoll.scheduling.split_choice import SplitChoice, SplitSearch, where_room_is, with_splits
 
 _NEVER = float("inf")
 #: Of the time of repeated collectives that is saved: what fits under a cap is not known before.
@@ -35,11 +35,11 @@ Packing = tuple[str, float]  # an order, and the size of buckets
 
 
 @dataclass
-class Found:
+class ProfitableChanges:
     """What gains on a graph with few layers."""
 
     reuse: bool = False
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SplitChoice] = field(default_factory=list)
     packings: list[Packing] = field(default_factory=list)  # of the graph with neither
     packings_of_best: list[Packing] = field(default_factory=list)  # and with both
 
@@ -71,15 +71,15 @@ def changes(
         yield from tool.bucketed(best, found.packings_of_best, budget)
 
 
-def _found(few: Priced, tool: _Tool, wanted: Wanted, budget: Budget) -> Found:
+def _found(few: Priced, tool: _Tool, wanted: Wanted, budget: Budget) -> ProfitableChanges:
     """Try it on a graph with few layers."""
-    found, best = Found(), few
+    found, best = ProfitableChanges(), few
     if wanted.reuse and budget.take(few.change.graph_module):
         less = tool.without(few, repeated(few.change.graph_module))
         if less is not None and less.quick_us < few.quick_us:
             found.reuse, best = True, less
     if wanted.splits:
-        search = Search(few, tool.machine, tool.read, budget, wanted.sums)
+        search = SplitSearch(few, tool.machine, tool.read, budget, wanted.sums)
         found.choices = search.run()[:CHOICES]
         for choice in found.choices[:1]:
             made = search.tried[choice]
@@ -92,11 +92,13 @@ def _found(few: Priced, tool: _Tool, wanted: Wanted, budget: Budget) -> Found:
     return found
 
 
-def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -> Iterator[Priced]:
+def _split_and_reused(
+    base: Priced, tool: _Tool, found: ProfitableChanges, budget: Budget
+) -> Iterator[Priced]:
     """With splits, then without more and more of the collectives that have run before."""
     module = base.change.graph_module
 
-    def split(priced: Priced, choice: Choice) -> Iterator[Priced]:
+    def split(priced: Priced, choice: SplitChoice) -> Iterator[Priced]:
         if budget.take(module):
             made = with_splits(priced, choice, tool.machine, tool.read)
             yield from [made] if made is not None else []
@@ -112,14 +114,14 @@ def _split_and_reused(base: Priced, tool: _Tool, found: Found, budget: Budget) -
         yield from where_room_is(base, choice, tool.machine, tool.read, budget)
     every = dict.fromkeys(replace(c, hidden=h) for c in found.choices for h in (False, True))
     if budget.nodes > REFINED * len(module.graph.nodes):
-        yield from Search(base, tool.machine, tool.read, budget).refined(list(every))[:CHOICES]
+        yield from SplitSearch(base, tool.machine, tool.read, budget).refined(list(every))[:CHOICES]
     else:
         for choice in every:
             if choice != found.choices[0]:
                 yield from split(base, choice)
 
 
-def _with_and_without_sums(choices: list[Choice]) -> list[Choice]:
+def _with_and_without_sums(choices: list[SplitChoice]) -> list[SplitChoice]:
     """Sums by chunks hold more, and may not fit under a cap."""
     return list(dict.fromkeys(replace(c, sums=sums) for c in choices for sums in (c.sums, False)))
 

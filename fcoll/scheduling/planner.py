@@ -102,7 +102,7 @@ def schedule(
     reuse = allowed if reuse is None else reuse and entry.buckets
     with without_collector(), values_kept():
         entries = tuple(scheduler_of(seed) for seed in seeds)
-        reading = _Reading(machine, costs, sizes, runtime or Runtime(), entries)
+        reading = _Pricing(machine, costs, sizes, runtime or Runtime(), entries)
         wanted = Wanted(buckets, splits, reuse, sums and splits)
         return _schedule(trace, reading, memory_cap, entry, wanted, budget)
 
@@ -121,7 +121,7 @@ def without_collector() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Pricing:
     """How programs are read and priced: the one that came in, and those it is changed to."""
 
     machine: Machine
@@ -130,7 +130,7 @@ class _Reading:
     runtime: Runtime
     seeds: tuple[Entry, ...] = ()
 
-    def program(self, trace: Any) -> _Program:
+    def program(self, trace: Any) -> _PlannedProgram:
         priced = self.costs if isinstance(self.costs, Mapping) else ()
         found = _read(trace, self.sizes, self.costs is None, priced)
         if found.graph_module is None or self.runtime.amend is None:
@@ -138,7 +138,7 @@ class _Reading:
         steps = self.runtime.amend(found.graph_module, found.steps, found.collectives)
         return replace(found, steps=steps)
 
-    def job(self, program: _Program) -> Job:
+    def job(self, program: _PlannedProgram) -> Job:
         model = pricing(program.collectives, self.machine, self.costs, program.sizes)
         calls: dict[Any, Issued] = {c.id: c for c in program.collectives}
         us_of = self.runtime.us_of
@@ -157,7 +157,7 @@ class _Reading:
 
 def _schedule(
     trace: Any,
-    reading: _Reading,
+    reading: _Pricing,
     memory_cap: int | str | None,
     entry: Entry,
     wanted: Wanted,
@@ -193,8 +193,8 @@ def _schedule(
 
 
 def _with_small_buckets(
-    program: _Program, job: Job, reading: _Reading
-) -> tuple[_Program, list[Bucket]]:
+    program: _PlannedProgram, job: Job, reading: _Pricing
+) -> tuple[_PlannedProgram, list[Bucket]]:
     """The program with runs of small all-reduces as one, whatever that costs."""
     module = program.graph_module
     if module is None or fake_mode_of(module.graph.nodes) is None:
@@ -222,10 +222,10 @@ def _of_change(plan: Plan, change: Change, before: Outcome, source: GraphModule 
 class _Again:
     """Plans changed graphs under the cap and by the prices of a plan, which was verified."""
 
-    def __init__(self, plan: Plan, program: _Program, reading: _Reading) -> None:
+    def __init__(self, plan: Plan, program: _PlannedProgram, reading: _Pricing) -> None:
         self.found = [plan]  # each faster than the one before it
         self.program, self.reading = program, reading
-        self.known: dict[int, tuple[Change, _Program, Job]] = {}
+        self.known: dict[int, tuple[Change, _PlannedProgram, Job]] = {}
 
     def read(self, change: Change) -> Priced:
         costs = self.reading.costs if change.costs is None else change.costs
@@ -276,7 +276,7 @@ class _Again:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _PlannedProgram:
     """What is planned."""
 
     steps: tuple[Step, ...]
@@ -288,14 +288,14 @@ class _Program:
 
 def _read(
     trace: Any, sizes: Mapping[str, int] | None, fuse: bool, priced: Collection[str]
-) -> _Program:
+) -> _PlannedProgram:
     if isinstance(trace, tuple):
-        return _Program(tuple(trace[0]), tuple(trace[1]), 0, sizes or {}, None)
+        return _PlannedProgram(tuple(trace[0]), tuple(trace[1]), 0, sizes or {}, None)
     if isinstance(trace, GraphModule):
         collectives = collectives_of(trace)
         known = {**sizes_of(trace), **(sizes or {})}
         steps = steps_of(trace, collectives, sizes=known, fuse=fuse, priced=priced)
-        return _Program(steps, collectives, input_bytes(trace), known, trace)
+        return _PlannedProgram(steps, collectives, input_bytes(trace), known, trace)
     if not hasattr(trace, "collectives"):
         takes = "a Trace (fcoll.trace), a torch.fx.GraphModule, (steps, collectives)"
         raise BadOption(op="schedule", arg="trace", value=type(trace).__name__, known=takes)
@@ -305,7 +305,7 @@ def _read(
         steps = steps_of(
             trace.graph_module, trace.collectives, sizes=known, fuse=fuse, priced=priced
         )
-    return _Program(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
+    return _PlannedProgram(steps, trace.collectives, trace.input_bytes, known, trace.graph_module)
 
 
 def split_switch(splits: bool | str | None) -> tuple[bool | None, bool]:
@@ -327,7 +327,9 @@ def cap_bytes(cap: int | str | None, peak: int) -> int | None:
     return int(peak * (1 + float(found[1]) / 100))
 
 
-def _plan(job: Job, entry: Entry, cap: int | None, program: _Program, reading: _Reading) -> Plan:
+def _plan(
+    job: Job, entry: Entry, cap: int | None, program: _PlannedProgram, reading: _Pricing
+) -> Plan:
     job.seeds = list(_seeds(job, reading.seeds))
     steps, outcome = _ordered(job, entry, cap)
     order = [step.name for step in steps]

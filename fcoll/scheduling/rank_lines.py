@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from fcoll.errors import CollectiveMismatch
 from fcoll.graph.steps import Step
-from fcoll.scheduling.clock import EventLoop, Meeting, Rank
+from fcoll.scheduling.clock import EventLoop, RankClock, Rendezvous
 from fcoll.scheduling.contention import Contention
-from fcoll.scheduling.timeline import Reading, Span, compute_spans, flight_spans, late_spans
+from fcoll.scheduling.timeline import Span, StepUnits, compute_spans, flight_spans, late_spans
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class RankProgram:
     wait for."""
 
     steps: Sequence[Step]
-    meetings: Mapping[int, Sequence[Meeting]]
+    meetings: Mapping[int, Sequence[Rendezvous]]
     us: Callable[[Step], float]
     contention: Contention = field(default_factory=Contention)
     results: Mapping[int, int] = field(default_factory=dict)
 
-    def rank(self, lazy: bool) -> Rank:
+    def rank(self, lazy: bool) -> RankClock:
         """As the clock takes it. A start of a result that is under way queues behind it."""
-        read = Reading(self.steps, self.us, lazy, self.results, self.contention)
+        read = StepUnits(self.steps, self.us, lazy, self.results, self.contention)
         starts = {u: s.collective for u, s in enumerate(self.steps) if s.kind == "start"}
         meetings = {u: self.meetings[i] for u, i in starts.items() if i is not None}
-        return Rank(read.units, range(len(self.steps)), meetings)
+        return RankClock(read.units, range(len(self.steps)), meetings)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def run_world(programs: Mapping[int, RankProgram], lazy: bool = True) -> dict[in
     return {r: _line(programs[r].steps, rank) for r, rank in ranks.items()}
 
 
-def _line(steps: Sequence[Step], rank: Rank) -> RankLine:
+def _line(steps: Sequence[Step], rank: RankClock) -> RankLine:
     flown = flight_spans(steps, rank).values()
     return RankLine(
         spans=(*compute_spans(steps, rank).values(), *flown),
@@ -81,12 +81,12 @@ def _line(steps: Sequence[Step], rank: Rank) -> RankLine:
     )
 
 
-def _under_way(rank: Rank) -> int | None:
+def _under_way(rank: RankClock) -> int | None:
     """A start whose flight has not ended."""
     return next((u for u, tasks in rank.tasks.items() if any(t.ended is None for t in tasks)), None)
 
 
-def _why_stuck(number: int, rank: Rank, steps: Sequence[Step]) -> str:
+def _why_stuck(number: int, rank: RankClock, steps: Sequence[Step]) -> str:
     start = rank.needs if rank.needs is not None else _under_way(rank)
     if start is None:
         return f"rank {number} has not ended"

@@ -24,7 +24,7 @@ PERIODS = 8  # lengths that are tried
 
 
 @dataclass(frozen=True, order=True)
-class Run:
+class Repetition:
     """``count`` instances of ``period`` nodes each, from ``begin`` on."""
 
     begin: int
@@ -87,7 +87,7 @@ def like(node: Node) -> Any:
     return (node.target, literals, str(getattr(val, "shape", None)), getattr(val, "dtype", None))
 
 
-def runs(kinds: Sequence[Any]) -> list[Run]:
+def runs(kinds: Sequence[Any]) -> list[Repetition]:
     """The longest runs of a sequence that do not overlap, with more instances than are kept.
 
     >>> runs("xabcabcabcabcabcabcy")
@@ -97,7 +97,7 @@ def runs(kinds: Sequence[Any]) -> list[Run]:
     row = [number.setdefault(kind, len(number)) for kind in kinds]
     found = [run for period in _periods(row) for run in _of_period(row, period)]
     found.sort(key=lambda run: (run.begin - run.end, run.period))
-    taken: list[Run] = []
+    taken: list[Repetition] = []
     for run in found:
         if all(run.end <= other.begin or other.end <= run.begin for other in taken):
             taken.append(run)
@@ -115,12 +115,12 @@ def _periods(row: Sequence[int]) -> list[int]:
     return [period for period, _ in covered.most_common(PERIODS)]
 
 
-def _of_period(row: Sequence[int], period: int) -> Iterator[Run]:
+def _of_period(row: Sequence[int], period: int) -> Iterator[Repetition]:
     begin = 0
     for i in range(period, len(row) + 1):
         if i < len(row) and row[i] == row[i - period]:
             continue
         count = (i - begin) // period
         if count > 2 * KEPT:
-            yield Run(begin, period, count)
+            yield Repetition(begin, period, count)
         begin = i - period + 1

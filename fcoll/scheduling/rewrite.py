@@ -93,13 +93,13 @@ class Rewrite:
             )
         return made.requires_grad_(value.requires_grad)
 
-    def facts(self, node: Node) -> _Facts:
+    def facts(self, node: Node) -> _PrintedValue:
         """What a call's value depends on of one of its arguments."""
         val = node.meta["val"]
         key = ("facts", id(val))  # it is held, so no other value gets its id
         found = self.known.get(key)
         if found is None:
-            found = self.known[key] = _Facts(val)
+            found = self.known[key] = _PrintedValue(val)
         return found
 
     def finish(self) -> GraphModule:
@@ -110,7 +110,7 @@ class Rewrite:
         return module
 
 
-class _Facts:
+class _PrintedValue:
     """What the value of a call depends on, printed: a tensor's sizes, strides, ..."""
 
     def __init__(self, value: Any) -> None:

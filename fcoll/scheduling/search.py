@@ -29,7 +29,7 @@ def search(
     """The fastest order found under the cap; None if none is."""
     found = Search(problem, bound_us, seeds).best(cap)
     if problem.n <= EXACT:
-        found = Exact(problem, cap).solve(found)
+        found = BranchAndBound(problem, cap).solve(found)
     return found
 
 
@@ -59,7 +59,7 @@ class Search(Overlap):
         return max(2, min(16, 60_000 // max(self.problem.n, 1)))
 
 
-class Exact:
+class BranchAndBound:
     """Branch and bound over all orders of a small problem."""
 
     def __init__(self, problem: Problem, cap: float) -> None:

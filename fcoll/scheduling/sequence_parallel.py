@@ -17,7 +17,7 @@ import torch
 
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
-from fcoll.scheduling.step_program import Edits, Program
+from fcoll.scheduling.step_program import Edits, StepProgram
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.reduce import ALL_REDUCE, REDUCE_SCATTER_TENSOR
 
@@ -26,7 +26,7 @@ BY_ROW = {aten.clone, aten._to_copy, aten.native_layer_norm, aten.copy_, aten.na
 REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean}
 
 
-def sharded(program: Program, calls: Sequence[Issued]) -> Program | None:
+def sharded(program: StepProgram, calls: Sequence[Issued]) -> StepProgram | None:
     """None where the rows cannot be divided, or the trace has no graph to see them in."""
     chosen = [c for c in calls if c.row is ALL_REDUCE and c.args.get("reduce_op") == "sum"]
     chosen = [c for c in chosen if c.start in program.nodes and _rows(program, c.start) % c.n == 0]
@@ -42,7 +42,7 @@ def sharded(program: Program, calls: Sequence[Issued]) -> Program | None:
     return found.edits.made() if found.local else None
 
 
-def _rows(program: Program, name: str) -> int:
+def _rows(program: StepProgram, name: str) -> int:
     """The rows of a value: all its dimensions but the last."""
     val = program.nodes[name].meta.get("val")
     shape = val.shape if isinstance(val, torch.Tensor) else ()
@@ -51,7 +51,7 @@ def _rows(program: Program, name: str) -> int:
 
 
 class _Shards:
-    def __init__(self, program: Program, calls: Sequence[Issued], rows: int) -> None:
+    def __init__(self, program: StepProgram, calls: Sequence[Issued], rows: int) -> None:
         self.program, self.rows, self.call = program, rows, calls[0]
         self.edits = Edits(program)
         self.scattered = {c.start for c in calls}

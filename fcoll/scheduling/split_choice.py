@@ -33,7 +33,7 @@ ROOM = (0.95, 0.8)
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """What was chosen: the kinds of collectives, in how many chunks, how far around them, and
     whether those of these kinds that a quick schedule hides are split, too."""
 
@@ -51,7 +51,7 @@ class Choice:
 
 
 @dataclass
-class Search:
+class SplitSearch:
     """Sets of splits of a graph, and the time that a quick schedule takes with each."""
 
     base: Priced
@@ -59,9 +59,9 @@ class Search:
     read: Reader
     budget: Budget
     sums: bool = False
-    tried: dict[Choice, Priced] = field(default_factory=dict)
+    tried: dict[SplitChoice, Priced] = field(default_factory=dict)
 
-    def run(self) -> list[Choice]:
+    def run(self) -> list[SplitChoice]:
         """The choices that are faster than the graph as it is, the best first."""
         first, exposed = self.base.quick, self.base.exposed_us
         kind_of = {
@@ -69,21 +69,21 @@ class Search:
         }
         everything = frozenset(kind_of[name] for name in exposed)
         for k, reach in OPTIONS:
-            self.time(Choice(everything, k, reach, sums=self.sums))
+            self.time(SplitChoice(everything, k, reach, sums=self.sums))
         if self.tried:
             self.join(self.pairs(everything), first.us)
             if self.time(self.best()) < first.us:
                 self.time(replace(self.best(), hidden=True))
                 self.leave_whole(self.best())
                 kinds = frozenset(self.kind_of.values())
-                self.leave_whole(Choice(kinds, *OPTIONS[0], hidden=True, sums=self.sums))
+                self.leave_whole(SplitChoice(kinds, *OPTIONS[0], hidden=True, sums=self.sums))
                 for reach in REACHES:
                     self.time(replace(self.best(), reach=reach))
         better = [choice for choice in self.tried if self.time(choice) < first.us]
         better.sort(key=lambda choice: (self.time(choice), len(choice.kinds)))
         return list({self.tried[c].change.splits: c for c in reversed(better)}.values())[::-1]
 
-    def refined(self, choices: Sequence[Choice]) -> list[Priced]:
+    def refined(self, choices: Sequence[SplitChoice]) -> list[Priced]:
         """The best of these choices, and with one kind after the other left whole."""
         if choices:
             best = min(choices, key=self.time)
@@ -91,7 +91,7 @@ class Search:
         better = [made for made in self.tried.values() if made.quick_us < self.base.quick_us]
         return sorted(better, key=lambda made: made.quick_us)
 
-    def pairs(self, exposed: frozenset[str]) -> list[Choice]:
+    def pairs(self, exposed: frozenset[str]) -> list[SplitChoice]:
         """Two kinds, one behind the other in the splits of everything."""
         made = next(iter(self.tried.values()))
         nodes = self.base.change.graph_module.graph.nodes
@@ -100,23 +100,23 @@ class Search:
             for one, other in chained(nodes, made.change.splits)
         )
         return [
-            Choice(both, *OPTIONS[0], sums=self.sums)
+            SplitChoice(both, *OPTIONS[0], sums=self.sums)
             for both in dict.fromkeys(found)
             if both <= exposed
         ]
 
-    def join(self, pairs: Sequence[Choice], us: float) -> None:
+    def join(self, pairs: Sequence[SplitChoice], us: float) -> None:
         """The best pair, and to it each other one that makes it faster."""
-        best: Choice | None = None
+        best: SplitChoice | None = None
         for pair in sorted(pairs, key=self.time)[:PAIRS]:
             both = pair if best is None else replace(pair, kinds=best.kinds | pair.kinds)
             if self.time(both) < us:
                 best, us = both, self.time(both)
 
-    def best(self) -> Choice:
+    def best(self) -> SplitChoice:
         return min(self.tried, key=self.time)
 
-    def leave_whole(self, choice: Choice) -> None:
+    def leave_whole(self, choice: SplitChoice) -> None:
         """One kind after the other, as long as that gets better; those first that are exposed
         least."""
         best, us = choice, self.time(choice)
@@ -128,7 +128,7 @@ class Search:
                 if one in self.in_chunks(best) and fewer.kinds and self.time(fewer) < us:
                     best, us, gone = fewer, self.time(fewer), True
 
-    def in_chunks(self, choice: Choice) -> frozenset[str]:
+    def in_chunks(self, choice: SplitChoice) -> frozenset[str]:
         """Of a choice's kinds those that are split; all of them where the splits cannot be made."""
         if choice not in self.tried:
             return choice.kinds
@@ -146,7 +146,7 @@ class Search:
             us[self.kind_of[name]] += waited
         return sorted(us, key=us.__getitem__)
 
-    def time(self, choice: Choice) -> float:
+    def time(self, choice: SplitChoice) -> float:
         """What a quick schedule takes; for ever if the splits cannot be made or time is up."""
         if choice not in self.tried and self.budget.take(self.base.change.graph_module):
             made = with_splits(self.base, choice, self.machine, self.read)
@@ -156,7 +156,7 @@ class Search:
 
 
 def where_room_is(
-    base: Priced, choice: Choice, machine: Machine, read: Reader, budget: Budget
+    base: Priced, choice: SplitChoice, machine: Machine, read: Reader, budget: Budget
 ) -> Iterator[Priced]:
     """A choice's splits without the collectives at which much is held."""
     problem, module = base.job.problem, base.change.graph_module
@@ -174,7 +174,7 @@ def where_room_is(
 
 def with_splits(
     base: Priced,
-    choice: Choice,
+    choice: SplitChoice,
     machine: Machine,
     read: Reader,
     starts: Sequence[str] | None = None,

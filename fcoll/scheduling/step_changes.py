@@ -15,7 +15,7 @@ from typing import Any
 from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
 from fcoll.scheduling.buckets import MERGED, SATURATED, saturating_bytes
-from fcoll.scheduling.step_program import Edits, Program
+from fcoll.scheduling.step_program import Edits, StepProgram
 from fcoll.table.collectives import functional_row
 from fcoll.table.gather import ALL_GATHER_INTO_TENSOR
 from fcoll.table.p2p import IRECV, ISEND
@@ -23,7 +23,9 @@ from fcoll.table.p2p import IRECV, ISEND
 # -- started earlier ---
 
 
-def prefetched(program: Program, calls: Sequence[Issued], just_in_time: bool) -> Program | None:
+def prefetched(
+    program: StepProgram, calls: Sequence[Issued], just_in_time: bool
+) -> StepProgram | None:
     """Each start as early as its inputs allow; or, just in time, so early that there is compute for
     its time and that of the calls behind it."""
     edits, goal = Edits(program), float("inf")
@@ -39,7 +41,7 @@ def prefetched(program: Program, calls: Sequence[Issued], just_in_time: bool) ->
 # -- sent as one ---
 
 
-def bucketed(program: Program, calls: Sequence[Issued]) -> Program | None:
+def bucketed(program: StepProgram, calls: Sequence[Issued]) -> StepProgram | None:
     """Neighbours sent as one, up to the size that saturates the link. Copies are priced; what
     writes into a given tensor (FSDP2's) has them already, of a larger one."""
     edits = Edits(program)
@@ -48,7 +50,7 @@ def bucketed(program: Program, calls: Sequence[Issued]) -> Program | None:
     return edits.made() if edits.calls else None
 
 
-def _runs(program: Program, calls: Sequence[Issued]) -> Iterator[list[Issued]]:
+def _runs(program: StepProgram, calls: Sequence[Issued]) -> Iterator[list[Issued]]:
     """Calls that are alike and can be sent together."""
 
     def alike(c: Issued) -> Any:
@@ -69,7 +71,7 @@ def _merges(call: Issued) -> bool:
     return functional_row(call.row) in MERGED or call.row in (ISEND, IRECV)
 
 
-def _fits(program: Program, run: Sequence[Issued]) -> bool:
+def _fits(program: StepProgram, run: Sequence[Issued]) -> bool:
     if run[0].row.is_p2p and not _side_by_side(program, run):
         return False
     most = SATURATED[0] * saturating_bytes(run[0], program.machine)
@@ -77,7 +79,7 @@ def _fits(program: Program, run: Sequence[Issued]) -> bool:
     return sum(c.bytes for c in run) <= most and ready <= _place(program, run)
 
 
-def _side_by_side(program: Program, run: Sequence[Issued]) -> bool:
+def _side_by_side(program: StepProgram, run: Sequence[Issued]) -> bool:
     """Are messages issued one right after the other? What comes between them, on this rank or on
     the other, could be what the second one has to wait for."""
     at = [program.at[c.start] for c in run]
@@ -87,7 +89,7 @@ def _side_by_side(program: Program, run: Sequence[Issued]) -> bool:
     return alone and program.compute_before_us[max(at)] == program.compute_before_us[min(at)]
 
 
-def _place(program: Program, run: Sequence[Issued]) -> int:
+def _place(program: StepProgram, run: Sequence[Issued]) -> int:
     """Where a bucket is sent: with its last member, but before the first use of a result."""
     return min(max(program.at[c.start] for c in run), *(program.use_of(c) for c in run))
 

@@ -18,11 +18,11 @@ from fcoll.graph.issued import Issued
 from fcoll.graph.steps import Step
 from fcoll.scheduling.clock import START
 from fcoll.scheduling.streams import freed_in_order
-from fcoll.scheduling.timeline import Prices, Reading, Timeline, timeline
+from fcoll.scheduling.timeline import Prices, StepUnits, Timeline, timeline
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """A step's steps and what each takes. ``nodes`` are the graph's, where there is one."""
 
     steps: tuple[Step, ...]
@@ -51,7 +51,7 @@ class Program:
     def used_at(self) -> dict[str, int]:
         """Of each start, where compute has to have its result: as the clock reads the steps."""
         results = {c.id: len(c.shapes) for c in self.collectives}
-        read = Reading(self.steps, lambda step: 0.0, self.waits == "first use", results, None)
+        read = StepUnits(self.steps, lambda step: 0.0, self.waits == "first use", results, None)
         found: dict[str, int] = {}
         for u, flights in enumerate(read.units.flights):
             starts = read.units.kind[u] == START
@@ -121,7 +121,7 @@ class Program:
 class Edits:
     """Changes of a program, made all at once. Positions and names are those before."""
 
-    program: Program
+    program: StepProgram
     moved: dict[str, int] = field(default_factory=dict)  # step -> before which position it goes
     added: dict[int, list[Step]] = field(default_factory=dict)  # before which position -> steps
     steps: dict[str, Step | None] = field(default_factory=dict)  # instead of it; None: it goes
@@ -140,7 +140,7 @@ class Edits:
             if self.program.at[name] >= position:
                 self.moved[name] = min(position, self.moved.get(name, position))
 
-    def made(self) -> Program:
+    def made(self) -> StepProgram:
         old = self.program
         placed: list[tuple[tuple[int, int, int], Step]] = []
         for i, step in enumerate(old.steps):

@@ -32,7 +32,7 @@ from fcoll.costs.machine import Machine
 from fcoll.costs.model import collective_us, compute_us, form_of, number
 from fcoll.errors import BadOption, MissingSize
 from fcoll.graph.steps import Step, steps_of
-from fcoll.scheduling.clock import COMPUTE, START, WAIT, Rank, Units, alone
+from fcoll.scheduling.clock import COMPUTE, START, WAIT, RankClock, Units, alone
 from fcoll.scheduling.contention import Contention, launches
 from fcoll.scheduling.streams import as_streams_run
 
@@ -122,7 +122,7 @@ def timeline(
     prices = pricing(collectives, machine, costs, sizes)
     results = {c.id: len(c.shapes) for c in collectives}
     contention = Contention.of(machine, collectives)
-    read = Reading(steps, prices, waits == "first use", results, contention)
+    read = StepUnits(steps, prices, waits == "first use", results, contention)
     rank = alone(read.units, range(len(steps)), read.waits_first)
     flights = flight_spans(steps, rank)
     spans = tuple(dict(sorted((compute_spans(steps, rank) | flights).items())).values())
@@ -244,7 +244,7 @@ def _time(step: Step, given: Any) -> float:
 # -- from steps to units and back ---
 
 
-class Reading:
+class StepUnits:
     """Steps as the clock takes them: a unit each, in their order. ``lazy``: waits are put off to
     where the result is used; ``results`` are how many tensors each collective has a wait for."""
 
@@ -304,7 +304,7 @@ class Reading:
         return True
 
 
-def compute_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
+def compute_spans(steps: Sequence[Step], rank: RankClock) -> dict[int, Span]:
     """Of the steps that take time on the compute stream, by position."""
     times = enumerate(zip(steps, rank.begins, rank.ends, rank.units.kind, strict=True))
     return {
@@ -314,7 +314,7 @@ def compute_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
     }
 
 
-def flight_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
+def flight_spans(steps: Sequence[Step], rank: RankClock) -> dict[int, Span]:
     """Of the collectives, by the position of their start."""
     return {
         u: Span(steps[u].name, steps[u].stream, *rank.flight(u), steps[u].collective)
@@ -322,12 +322,12 @@ def flight_spans(steps: Sequence[Step], rank: Rank) -> dict[int, Span]:
     }
 
 
-def late_spans(steps: Sequence[Step], rank: Rank) -> tuple[Span, ...]:
+def late_spans(steps: Sequence[Step], rank: RankClock) -> tuple[Span, ...]:
     """When compute waited for the host."""
     return tuple(Span(steps[u].name, "compute", a, b) for u, a, b in rank.late)
 
 
-def _memory(steps: Sequence[Step], rank: Rank, held: int) -> tuple[tuple[float, int], ...]:
+def _memory(steps: Sequence[Step], rank: RankClock, held: int) -> tuple[tuple[float, int], ...]:
     """Bytes over time: what is freed at a moment is free for what is allocated then. What only a
     collective uses is free when that ends."""
     changes: list[tuple[float, int, int]] = []  # (us, 0 free or 1 allocate, bytes)

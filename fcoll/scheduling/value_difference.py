@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcoll.scheduling.value_terms import Terms, literals, numbers
-from fcoll.scheduling.value_walk import Reading
+from fcoll.scheduling.value_walk import GraphValues
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     text: str
     nodes: tuple[str, ...]
     is_sure: bool
 
 
-def difference(terms: Terms, what: str, one: int, two: int, a: Reading, b: Reading) -> Difference:
+def difference(
+    terms: Terms, what: str, one: int, two: int, a: GraphValues, b: GraphValues
+) -> GraphDifference:
     """Of a result: term ``one`` in the first graph, ``two`` in the second."""
     return _Descent(terms, a, b).run(what, one, two)
 
 
 class _Descent:
-    def __init__(self, terms: Terms, before: Reading, after: Reading) -> None:
+    def __init__(self, terms: Terms, before: GraphValues, after: GraphValues) -> None:
         self.terms, self.before, self.after = terms, before, after
 
-    def run(self, what: str, one: int, two: int) -> Difference:
+    def run(self, what: str, one: int, two: int) -> GraphDifference:
         """From a result to the first call that takes another value."""
         users: list[str] = []
         while not self.is_known(two):
@@ -48,11 +50,11 @@ class _Descent:
             text = f"{users[-1]}, and with it {what}, takes {now} where it took {was}"
         here = [self.name(self.after, two), self.name(self.before, one)]
         nodes = dict.fromkeys(filter(None, [*users[-1:], *here]))
-        return Difference(text, tuple(nodes), known or self.is_sure(one, two))
+        return GraphDifference(text, tuple(nodes), known or self.is_sure(one, two))
 
     # -- what is where ---
 
-    def name(self, reading: Reading, term: int) -> str:
+    def name(self, reading: GraphValues, term: int) -> str:
         """A node that has a value, or part of it."""
         for t in (term, *(p.term for p in self.terms.pieces(term))):
             found = reading.made_of.get(t) or reading.made_by.get(t)
@@ -60,7 +62,7 @@ class _Descent:
                 return found
         return ""
 
-    def has(self, reading: Reading, term: int) -> bool:
+    def has(self, reading: GraphValues, term: int) -> bool:
         return term in reading.made_by or term in reading.made_of
 
     def is_known(self, term: int) -> bool:
@@ -115,7 +117,7 @@ class _Descent:
         elif isinstance(key[-1], tuple):
             yield from (t for t, _ in key[-1])
 
-    def show(self, term: int, reading: Reading) -> str:
+    def show(self, term: int, reading: GraphValues) -> str:
         if self.terms.keys[term][0] == "uninitialized":
             return "memory that nobody has written to"
         if self.terms.keys[term][0] != "value":

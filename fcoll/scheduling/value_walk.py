@@ -57,7 +57,7 @@ class Event:
 
 
 @dataclass
-class Reading:
+class GraphValues:
     """What a graph does."""
 
     results: list[tuple[str, int]]  # what it is ("result 2") and its term
@@ -70,15 +70,15 @@ class Reading:
     term_of: Callable[[str], int | None]  # what the node of a tensor has at the end
 
 
-def read(nodes: Iterable[Node], terms: Terms, wholes: Wholes | None = None) -> Reading:
+def read(nodes: Iterable[Node], terms: Terms, wholes: Wholes | None = None) -> GraphValues:
     """Nodes in the order in which they run. ``wholes`` are the calls of the graph that this one is
     compared with: what is done in parts here is taken for parts of what they give. Raises Wrong
     where memory is used that is in flight, or a value before it is made, Unsure where it cannot be
     told."""
-    return _Walk(nodes, terms, wholes).run()
+    return _ValueWalk(nodes, terms, wholes).run()
 
 
-class _Walk:
+class _ValueWalk:
     def __init__(self, nodes: Iterable[Node], terms: Terms, wholes: Wholes | None) -> None:
         self.nodes, self.terms, self.wholes = list(nodes), terms, wholes
         self.env: dict[Node, Any] = {}
@@ -99,7 +99,7 @@ class _Walk:
         }
         self.places = self.draws = self.barriers = 0
 
-    def run(self) -> Reading:
+    def run(self) -> GraphValues:
         results: list[tuple[str, int]] = []
         given: list[tuple[str, Any]] = []
         last: Any = None
@@ -126,7 +126,7 @@ class _Walk:
 
         shared = _shared((name, self.env[x]) for name, x in given if isinstance(x, Node))
         made, count = (self.made_by, self.made_of), len(self.terms.keys)
-        return Reading(results, written, self.events, *made, count, shared, term_of)
+        return GraphValues(results, written, self.events, *made, count, shared, term_of)
 
     # -- values ---
 

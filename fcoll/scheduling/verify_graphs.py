@@ -25,7 +25,7 @@ from fcoll.scheduling.value_difference import difference
 from fcoll.scheduling.value_moves import Unsure, Wrong
 from fcoll.scheduling.value_parts import Wholes
 from fcoll.scheduling.value_terms import Terms
-from fcoll.scheduling.value_walk import Event, Reading, read
+from fcoll.scheduling.value_walk import Event, GraphValues, read
 from fcoll.units import show_bytes
 
 
@@ -123,7 +123,7 @@ class Side:
         self.nodes, self.terms = nodes, Terms()
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> GraphValues:
         return read(self.nodes, self.terms)
 
 
@@ -168,8 +168,8 @@ class Match:
     """Two graphs that do the same: ``members`` are, of each event of the second one, those of the
     first that it is: a bucket is several, a chunk is a part of one."""
 
-    before: Reading
-    after: Reading
+    before: GraphValues
+    after: GraphValues
     members: tuple[tuple[int, ...], ...]
     wholes: Wholes
 
@@ -220,7 +220,7 @@ def _proved(match: Match, before: Graph, after: Graph) -> tuple[GraphVerdict, Or
     ), order
 
 
-def _same_memory(a: Reading, b: Reading) -> GraphVerdict | None:
+def _same_memory(a: GraphValues, b: GraphValues) -> GraphVerdict | None:
     """None if results that had memory of their own still have."""
     for one, other in sorted(b.shared - a.shared):
         why = f"{one} and {other} share memory now: a write to one of them is seen in both"
@@ -228,7 +228,7 @@ def _same_memory(a: Reading, b: Reading) -> GraphVerdict | None:
     return None
 
 
-def _same_values(terms: Terms, a: Reading, b: Reading) -> GraphVerdict | None:
+def _same_values(terms: Terms, a: GraphValues, b: GraphValues) -> GraphVerdict | None:
     """None if all results, and all that is written to inputs, are the same."""
     if len(a.results) != len(b.results):
         return GraphVerdict(False, f"it has {len(b.results)} results, not {len(a.results)}")

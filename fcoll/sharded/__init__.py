@@ -50,7 +50,7 @@ from fcoll.sharded.redistribution import reshard
 from fcoll.sharded.sharded_tensor import ShardedTensor, ShardedTensorBase
 from fcoll.sharded.specs import GridShardingSpec, chunk, grid
 from fcoll.sharded.torch_interop import from_dtensor, from_torch, serve_torch, to_dtensor
-from fcoll.sharded.transfer_plan import Plan
+from fcoll.sharded.transfer_plan import TransferPlan as Plan
 
 custom_sharded_op_impl = sharded_op  # torch's name
 _TENSOR = ShardedTensor.__module__

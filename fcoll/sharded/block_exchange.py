@@ -13,7 +13,7 @@ from fcoll import functions
 from fcoll.eager.small_messages import is_fake
 from fcoll.groups import Group
 from fcoll.sharded.layout_agreement import is_traced
-from fcoll.sharded.transfer_plan import BlockTransfer, Box, Plan, are_rows_of
+from fcoll.sharded.transfer_plan import BlockTransfer, Box, TransferPlan, are_rows_of
 from fcoll.table.stacks import Linear
 
 
@@ -46,7 +46,7 @@ def exchange_lists(
 
 
 def exchange(
-    plan: Plan,
+    plan: TransferPlan,
     group: Group,
     tensors: Sequence[Tensor],
     like: Tensor,
@@ -69,7 +69,7 @@ class _Exchange(torch.autograd.Function):
     """The gradient of an exchange is the exchange back."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, group: Group, like: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, plan: TransferPlan, group: Group, like: Tensor, *tensors: Tensor) -> Any:
         ctx.plan, ctx.group, ctx.like = plan, group, like
         anchor, *sources = tensors
         return anchor.clone(), *_moved(plan, group, sources, like)
@@ -82,7 +82,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _moved(
-    plan: Plan,
+    plan: TransferPlan,
     group: Group,
     tensors: Sequence[Tensor],
     like: Tensor,
@@ -145,7 +145,7 @@ def _sizes(by_rank: _ByRank, group: Group) -> list[int]:
 
 
 def _packed(
-    plan: Plan, sources: dict[int, Tensor], parts: Sequence[BlockTransfer], like: Tensor
+    plan: TransferPlan, sources: dict[int, Tensor], parts: Sequence[BlockTransfer], like: Tensor
 ) -> Tensor:
     """The parts that are sent, one behind the other in a flat tensor."""
     pieces = [sources[t.source][t.box.within(plan.sources[t.source].box)] for t in parts]
@@ -156,7 +156,7 @@ def _packed(
 
 
 def _unpack(
-    plan: Plan,
+    plan: TransferPlan,
     results: dict[int, Tensor],
     sources: dict[int, Tensor],
     staying: Sequence[BlockTransfer],

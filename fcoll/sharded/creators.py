@@ -30,7 +30,7 @@ from fcoll.sharded.specs import (
     layout_of,
     shards_here,
 )
-from fcoll.sharded.transfer_plan import Block, Box, Plan
+from fcoll.sharded.transfer_plan import Box, HeldBlock, TransferPlan
 from fcoll.transport.handshake import first_difference
 
 
@@ -229,8 +229,8 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, group: GroupLike)
     except BadLayout as wrong:
         hint = "A spec that leaves a part of the tensor out is not implemented yet!"
         raise CannotReshard(why=f"shard_tensor: {wrong}", hint=hint) from wrong
-    whole, source = tensor.detach(), Block(g.ranks[src_rank], Box.whole(size))
-    plan = Plan((source,), blocks_on(pg, layout))
+    whole, source = tensor.detach(), HeldBlock(g.ranks[src_rank], Box.whole(size))
+    plan = TransferPlan((source,), blocks_on(pg, layout))
     tensors, _ = exchange(plan, g, [whole] if g.rank == src_rank else [], whole)
     shards = [
         Shard(x.requires_grad_(tensor.requires_grad), shard)

@@ -112,7 +112,7 @@ class GroupAlreadySet(FcollError, RuntimeError):
     fix = "Load for one group after the other."
 
 
-class BadMesh(FcollError):
+class MeshesDiffer(FcollError):
     """A mesh or placements that a DTensor and a sharded tensor cannot share."""
 
 
@@ -191,19 +191,19 @@ class NoSuchParameter(FcollError, AttributeError):
     fix = "It has {found}."
 
 
-class BadPlan(FcollError):
+class BadShardingPlan(FcollError):
     """A sharding plan that does not fit the module; nothing of it was carried out."""
 
 
-class WrongKindInPlan(BadPlan, TypeError):
+class WrongKindInPlan(BadShardingPlan, TypeError):
     """Neither a spec nor a sharder."""
 
 
-class BadSharderPath(BadPlan, KeyError):
+class BadSharderPath(BadShardingPlan, KeyError):
     __str__ = Exception.__str__  # a KeyError shows its text quoted
 
 
-class PlanConflict(BadPlan, RuntimeError):
+class PlanConflict(BadShardingPlan, RuntimeError):
     """A parameter below a module that a sharder takes."""
 
 

@@ -35,7 +35,7 @@ from fcoll.sharded.shards import (
     same_layout,
 )
 from fcoll.sharded.specs import blocks_on, layout_of, owners, shards_here
-from fcoll.sharded.transfer_plan import Block, Box, Plan
+from fcoll.sharded.transfer_plan import Box, HeldBlock, TransferPlan
 
 # Do tensors with remote shards need RPC, as torch's do? So while torch's names are served.
 rpc_needed = False
@@ -118,14 +118,14 @@ def _resharded(
 
 def move_blocks(
     st: Any,
-    targets: Sequence[Block],
+    targets: Sequence[HeldBlock],
     dtype: torch.dtype | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """The tensors of this rank's targets, sent as ``dtype``, and their anchor: see ``exchange``."""
     blocks, like = blocks_of(st), empty_of(st).to(dtype or st.dtype)
     tensors = [tensor.to(like.dtype) for tensor in local_tensors(st, blocks)]
-    plan = Plan(blocks, tuple(targets))
+    plan = TransferPlan(blocks, tuple(targets))
     return exchange(plan, st.group, tensors, like, anchor_of(st), into)
 
 
@@ -155,7 +155,7 @@ def gather(
     _check_out(g.rank, dst, size, out)
     check_agreement("gather", st)
     with torch.no_grad():
-        whole = Block(g.ranks[dst], Box.whole(size))
+        whole = HeldBlock(g.ranks[dst], Box.whole(size))
         move_blocks(st, [whole], dtype, into=[] if out is None else [out])
 
 
@@ -263,7 +263,7 @@ def remote_shards(st: Any, ranks: Iterable[int] | None = None) -> dict[int, list
         if block.rank in requests[rank]
     ]
     with torch.no_grad():
-        tensors, _ = move_blocks(st, [Block(rank, blocks[i].box) for rank, i in copies])
+        tensors, _ = move_blocks(st, [HeldBlock(rank, blocks[i].box) for rank, i in copies])
     fetched: dict[int, list[Any]] = {}
     mine = [i for rank, i in copies if rank == me]
     for i, tensor in zip(mine, tensors, strict=True):

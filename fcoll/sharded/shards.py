@@ -21,17 +21,17 @@ from fcoll.sharded._torch import (
 )
 from fcoll.sharded.errors import CannotReshard, CutDim, DimOutOfRange
 from fcoll.sharded.specs import blocks_on, box_of, inferred_spec
-from fcoll.sharded.transfer_plan import Block, Box
+from fcoll.sharded.transfer_plan import Box, HeldBlock
 
 # -- blocks and data ---
 
 
-def blocks_of(st: Any) -> tuple[Block, ...]:
+def blocks_of(st: Any) -> tuple[HeldBlock, ...]:
     """All blocks and their ranks, in the order of the metadata."""
     return blocks_on(st._process_group, st._metadata.shards_metadata)
 
 
-def local_tensors(st: Any, blocks: Sequence[Block] | None = None) -> list[Tensor]:
+def local_tensors(st: Any, blocks: Sequence[HeldBlock] | None = None) -> list[Tensor]:
     """This rank's data, in the order of ``blocks_of``."""
     me = dist.get_rank()
     mine = [block.box for block in blocks or blocks_of(st) if block.rank == me]

@@ -28,7 +28,7 @@ from fcoll.sharded._torch import (
     TensorProperties,
 )
 from fcoll.sharded.errors import BadLayout, BadPlacement, NoSuchWorker, NotSharded
-from fcoll.sharded.transfer_plan import Block, Box, first_gap, first_overlap
+from fcoll.sharded.transfer_plan import Box, HeldBlock, first_gap, first_overlap
 
 #: A rank and the device that it keeps a shard on.
 Owner = tuple[int, torch.device]
@@ -250,10 +250,10 @@ def shards_here(pg: Any, shards: Sequence[ShardMetadata]) -> list[tuple[ShardMet
     return [(shard, owner) for shard, owner in placed if owner[0] == dist.get_rank()]
 
 
-def blocks_on(pg: Any, shards: Sequence[ShardMetadata]) -> tuple[Block, ...]:
+def blocks_on(pg: Any, shards: Sequence[ShardMetadata]) -> tuple[HeldBlock, ...]:
     """The shards as blocks on ranks of the group, in their order."""
     placed = zip(shards, owners(pg, shards), strict=True)
-    return tuple(Block(rank, box_of(shard)) for shard, (rank, _) in placed)
+    return tuple(HeldBlock(rank, box_of(shard)) for shard, (rank, _) in placed)
 
 
 def rank_in(placement: Any) -> int | None:

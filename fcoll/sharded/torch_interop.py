@@ -26,7 +26,7 @@ from fcoll.sharded._torch import (
     ShardMetadata,
     TensorProperties,
 )
-from fcoll.sharded.errors import BadMesh
+from fcoll.sharded.errors import MeshesDiffer
 from fcoll.sharded.io import pickling
 from fcoll.sharded.layout_agreement import check_agreement
 from fcoll.sharded.ops import rules
@@ -42,7 +42,7 @@ from fcoll.sharded.specs import (
     on_ranks,
     rank_in,
 )
-from fcoll.sharded.transfer_plan import Block, Box
+from fcoll.sharded.transfer_plan import Box, HeldBlock
 
 # -- DTensor ---
 
@@ -72,7 +72,7 @@ def to_dtensor(
     blocks = _blocks(st.shape, mesh, placements)
     if missing := sorted({block.rank for block in blocks} - set(group.ranks)):
         why = f"ranks {missing} of the mesh are not in the tensor's group {list(group.ranks)}"
-        raise BadMesh(why=why, hint="Make the tensor on a group with all ranks of the mesh.")
+        raise MeshesDiffer(why=why, hint="Make the tensor on a group with all ranks of the mesh.")
     local, stride = _local(st, blocks), torch.empty(st.shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=st.shape, stride=stride
@@ -130,31 +130,31 @@ def _spec_of(x: DTensor) -> ShardingSpec:
 def _natural(st: ShardedTensor, mesh: DeviceMesh) -> list[Placement]:
     if mesh.ndim != 1:
         hint = "Pass one for each, as [Shard(0), Replicate()]."
-        raise BadMesh(why=f"no placements for a mesh of {mesh.ndim} dims", hint=hint)
+        raise MeshesDiffer(why=f"no placements for a mesh of {mesh.ndim} dims", hint=hint)
     spec = st.sharding_spec()
     dim = int(spec.dim) if isinstance(spec, ChunkShardingSpec) else 0
     return [ShardedDim(dim % st.ndim) if st.ndim else Replicate()]
 
 
-def _blocks(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Block]:
+def _blocks(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[HeldBlock]:
     """Which block each rank of the mesh holds."""
     if any(isinstance(placement, Partial) for placement in placements):
         why = f"a DTensor with placements {tuple(placements)} holds sums that are not made yet"
         hint = "Use Shard and Replicate; x.redistribute(placements=[Shard(0)]) makes the sums."
-        raise BadMesh(why=why, hint=hint)
+        raise MeshesDiffer(why=why, hint=hint)
     coordinates = itertools.product(*map(range, mesh.shape))
     return [
-        Block(int(mesh.mesh[at]), Box.of(*_torch.block_of(size, mesh, list(at), placements)))
+        HeldBlock(int(mesh.mesh[at]), Box.of(*_torch.block_of(size, mesh, list(at), placements)))
         for at in coordinates
     ]
 
 
-def _local(st: ShardedTensor, targets: list[Block]) -> Tensor:
+def _local(st: ShardedTensor, targets: list[HeldBlock]) -> Tensor:
     """This rank's block; of a rank that is not in the mesh an empty tensor."""
     me = dist.get_rank()
     placed, targeted = ({b for b in blocks if b.box.volume} for blocks in (blocks_of(st), targets))
     if placed == targeted:  # the same answer on every rank
-        mine = [s.tensor for s in st._local_shards if Block(me, box_of(s.metadata)) in targeted]
+        mine = [s.tensor for s in st._local_shards if HeldBlock(me, box_of(s.metadata)) in targeted]
         if mine:
             return mine[0]
     tensors, anchor = move_blocks(st, targets)

@@ -60,7 +60,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class HeldBlock:
     """A block and the rank that holds it."""
 
     rank: int
@@ -77,7 +77,7 @@ class BlockTransfer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """From one layout to another.
 
     >>> rows = [Block(0, Box((0, 0), (1, 2))), Block(1, Box((1, 0), (1, 2)))]
@@ -87,13 +87,13 @@ class Plan:
     (2, 1, [(1, [BlockTransfer(source=0, target=1, box=Box(offsets=(0, 1), sizes=(1, 1)))])])
     """
 
-    sources: tuple[Block, ...]
-    targets: tuple[Block, ...]
+    sources: tuple[HeldBlock, ...]
+    targets: tuple[HeldBlock, ...]
 
     @property
-    def reversed(self) -> Plan:
+    def reversed(self) -> TransferPlan:
         """The way back."""
-        return Plan(self.targets, self.sources)
+        return TransferPlan(self.targets, self.sources)
 
     @property
     def moved(self) -> int:
@@ -134,7 +134,7 @@ class Plan:
                     yield BlockTransfer(i, j, box)
 
 
-def _of(blocks: Sequence[Block], rank: int) -> list[int]:
+def _of(blocks: Sequence[HeldBlock], rank: int) -> list[int]:
     return [i for i, block in enumerate(blocks) if block.rank == rank]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fcoll._torch import stack_here
-from fcoll.simulation.rank_settings import Settings
+from fcoll.simulation.rank_settings import RankSettings
 
 
 class RankStopped(BaseException):
@@ -45,7 +45,7 @@ class Rank:
 
     number: int
     baton: Baton
-    settings: Settings
+    settings: RankSettings
     session: Any = None  # what the ranks have in common (ranks.py)
     lock: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
@@ -167,11 +167,11 @@ class Baton:
         return first
 
 
-class _Thread(threading.local):
+class _CurrentRank(threading.local):
     rank: Rank | None = None
 
 
-_thread = _Thread()
+_thread = _CurrentRank()
 
 
 def this_rank() -> Rank | None:

@@ -15,7 +15,7 @@ from fcoll.transport.protocol import running
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """``facts`` are what all ranks of the group must agree on, ``signature`` what those must that
     made the call by a row of fcoll's table: None in other calls."""
 
@@ -26,7 +26,7 @@ class Call:
     signature: Any = None
     peer: str = ""  # of a message: "to rank 3"
 
-    def agrees_with(self, other: Call) -> bool:
+    def agrees_with(self, other: RankCall) -> bool:
         if self.op != other.op or self.facts != other.facts:
             return False
         mine, others = self.signature, other.signature

@@ -16,13 +16,13 @@ from torch import Tensor
 from fcoll import reductions
 from fcoll.errors import CollectiveMismatch, CollectiveTimeout, FcollError, PeerDied
 from fcoll.simulation import _torch
-from fcoll.simulation.calls import Call
+from fcoll.simulation.calls import RankCall
 from fcoll.simulation.work import SimulatedWork
 from fcoll.table.pieces import Misfit, received
 
 
 @dataclass(eq=False)
-class Part:
+class Contribution:
     """What one rank brings to a collective: the pieces that it gives, and where those go that it
     gets (``table/pieces.py``)."""
 
@@ -39,7 +39,7 @@ class Meeting:
         self.channel = channel
         self.number = number
         self.works: dict[int, SimulatedWork] = {}
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Contribution] = {}
         self.failure: FcollError | None = None
 
     def missing(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Meeting:
         ranks = self.channel.ranks
         return tuple(x for r, x in enumerate(ranks) if r not in self.works)
 
-    def join(self, me: int, work: SimulatedWork, part: Part) -> None:
+    def join(self, me: int, work: SimulatedWork, part: Contribution) -> None:
         work.missing_ranks, work.cancel = self.missing, self.fail
         if self.works and self.failure is None:
             self._compare(me, work)
@@ -69,7 +69,7 @@ class Meeting:
 
     def _compare(self, me: int, work: SimulatedWork) -> None:
         first = next(iter(self.works))
-        theirs: Call = self.works[first].call
+        theirs: RankCall = self.works[first].call
         if work.call.agrees_with(theirs):
             return
         name = self.channel.rank_name
@@ -106,7 +106,7 @@ class Meeting:
             work.complete(at)
 
 
-def carry_out(op: str, parts: list[Part], arithmetic: Any = reductions) -> None:
+def carry_out(op: str, parts: list[Contribution], arithmetic: Any = reductions) -> None:
     """Move the data; unseen by whatever mode the last rank that came is in."""
     tensors = [x for p in parts for x in (*p.ins, *p.outs)]
     if not tensors or any(map(_torch.has_no_data, tensors)):
@@ -144,7 +144,7 @@ class Channel:
         """A rank of the group, as people are told of it."""
         return f"rank {self.ranks[r]}"
 
-    def join(self, me: int, work: SimulatedWork, part: Part) -> None:
+    def join(self, me: int, work: SimulatedWork, part: Contribution) -> None:
         number = self.counts[me]
         self.counts[me] += 1
         meeting = self.meetings.get(number)
@@ -161,7 +161,7 @@ class Channel:
         if waited <= self.timeout_s:
             return None
         last = max(works, key=lambda r: works[r].rank.clock)
-        call: Call = works[first].call
+        call: RankCall = works[first].call
         error = CollectiveTimeout(
             message=f"{self.rank_name(first)} waited {self.timeout_s:g} s in {call} for "
             f"{self.rank_name(last)}, which came after {waited:g} s"

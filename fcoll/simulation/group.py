@@ -26,9 +26,9 @@ from fcoll.errors import (
 from fcoll.reductions import PREMUL_SUM, premul_factor
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import Rank, this_rank
-from fcoll.simulation.calls import Call, dtypes, signature, sizes
-from fcoll.simulation.channel import Channel, Part
-from fcoll.simulation.mailbox import ANY, Mailbox, Message
+from fcoll.simulation.calls import RankCall, dtypes, signature, sizes
+from fcoll.simulation.channel import Channel, Contribution
+from fcoll.simulation.mailbox import ANY, Mailbox, MessageEnd
 from fcoll.simulation.work import SimulatedWork
 from fcoll.table.c10d import OPS, Op, one
 from fcoll.transport.carriers import Then
@@ -141,14 +141,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # -- calls ---
 
-    def start(self, op: str, facts: Sequence[str], part: Part) -> SimulatedWork:
+    def start(self, op: str, facts: Sequence[str], part: Contribution) -> SimulatedWork:
         """Bring this rank's part to the group's next collective."""
         owner = self._check_owner(op)
         if op not in MAKE_GROUPS:
             _check_values(op, [*part.ins, *part.outs])
         if part.root != -1:
             self._check_peer(op, "root", part.root)
-        call = Call(op, tuple(facts), self.channel.label, stack_here(), signature())
+        call = RankCall(op, tuple(facts), self.channel.label, stack_here(), signature())
         work = self._issue(owner, SimulatedWork(owner, call, part.outs))
         self.channel.join(self.me, work, part)
         if work.failure is not None:
@@ -165,9 +165,9 @@ class SimulatedGroup(dist.ProcessGroup):
         who = "any rank" if peer == ANY else self.channel.rank_name(peer)
         facts = (*sizes([buf]), *((f"tag {tag}",) if tag else ()))
         where = f"{'to' if sends else 'from'} {who}"
-        call = Call(op, facts, self.channel.label, stack_here(), None, where)
+        call = RankCall(op, facts, self.channel.label, stack_here(), None, where)
         work = self._issue(owner, SimulatedWork(owner, call, [buf]))
-        self.mailbox.post(Message(sends, self.me, peer, tag, buf, work))
+        self.mailbox.post(MessageEnd(sends, self.me, peer, tag, buf, work))
         return work
 
     def _issue(self, owner: Rank, work: SimulatedWork) -> SimulatedWork:
@@ -210,17 +210,17 @@ class SimulatedGroup(dist.ProcessGroup):
             assert factor is not None  # or it would have raised
             scaled = self.owner.session.arithmetic.scaled
             ins, reduce_op = [scaled(op.called, x.detach(), factor) for x in ins], "sum"
-        return self.start(op.called, facts, Part(ins, outs, reduce_op, root))
+        return self.start(op.called, facts, Contribution(ins, outs, reduce_op, root))
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        work = self.start("barrier", (), Part())
+        work = self.start("barrier", (), Contribution())
         if opts is not None and opts.timeout > timedelta(0):
             work.timeout = opts.timeout
         return work
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         patience = timeout if timeout != _torch.DEFAULT_TIMEOUT else None
-        self.start("monitored_barrier", (), Part()).wait(patience)
+        self.start("monitored_barrier", (), Contribution()).wait(patience)
 
     # -- messages ---
 

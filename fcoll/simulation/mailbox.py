@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fcoll.errors import CollectiveMismatch, FcollError
-from fcoll.simulation.channel import Channel, Part, carry_out
+from fcoll.simulation.channel import Channel, Contribution, carry_out
 from fcoll.simulation.faults import Drop, Reorder
 from fcoll.simulation.work import SimulatedWork
 from fcoll.table.pieces import amount
@@ -25,7 +25,7 @@ ANY = -1
 
 
 @dataclass(eq=False)
-class Message:
+class MessageEnd:
     """One end of a message: ``me`` and ``peer`` are ranks of the group."""
 
     sends: bool
@@ -43,10 +43,10 @@ class Mailbox:
 
     def __init__(self, channel: Channel, session: Any) -> None:
         self.channel, self.session = channel, session
-        self.sends: list[Message] = []
-        self.receives: list[Message] = []
+        self.sends: list[MessageEnd] = []
+        self.receives: list[MessageEnd] = []
 
-    def post(self, message: Message) -> None:
+    def post(self, message: MessageEnd) -> None:
         work = message.work
         message.at = work.rank.clock
         work.missing_ranks = self._missing(message)
@@ -59,7 +59,7 @@ class Mailbox:
             self.receives.append(message)
         self.match()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: MessageEnd) -> None:
         fault = self.session.fault_of(self.channel, message)
         if isinstance(fault, Drop):
             message.work.complete(message.at)
@@ -83,11 +83,11 @@ class Mailbox:
                     self.meet(candidates[0], receive)
                     again = True
 
-    def _is_open(self, receive: Message) -> bool:
+    def _is_open(self, receive: MessageEnd) -> bool:
         """Is it tried with each message that it may take?"""
         return receive.peer == ANY and self.session.choices is not None
 
-    def open_pairs(self) -> list[tuple[Message, Message]]:
+    def open_pairs(self) -> list[tuple[MessageEnd, MessageEnd]]:
         """The messages and receives that an exploration may bring together."""
         return [
             (send, receive)
@@ -104,26 +104,28 @@ class Mailbox:
         self.match()
         return bool(held)
 
-    def candidates(self, receive: Message) -> list[Message]:
+    def candidates(self, receive: MessageEnd) -> list[MessageEnd]:
         """The sends that the receive may take, in the order in which they were sent."""
         for earlier in self.receives[: self.receives.index(receive)]:
             if earlier.me == receive.me and earlier.tag == receive.tag and earlier.peer == ANY:
                 return []  # it may want the same
-        earliest: dict[int, Message] = {}
+        earliest: dict[int, MessageEnd] = {}
         for send in self.sends:
             fits = send.peer == receive.me and send.tag == receive.tag and not send.held
             if fits and receive.peer in (ANY, send.me) and send.me not in earliest:
                 earliest[send.me] = send
         return sorted(earliest.values(), key=lambda send: send.at)
 
-    def meet(self, send: Message, receive: Message) -> None:
+    def meet(self, send: MessageEnd, receive: MessageEnd) -> None:
         self.sends.remove(send)
         self.receives.remove(receive)
         at = max(send.at, receive.at)
         receive.work.source = send.me
         failure = self._misfit(send, receive)
         if failure is None:
-            carry_out("broadcast", [Part([send.buf], [send.buf], root=0), _into(receive.buf)])
+            carry_out(
+                "broadcast", [Contribution([send.buf], [send.buf], root=0), _into(receive.buf)]
+            )
         send.work.complete(at, failure)
         receive.work.complete(at, failure)
 
@@ -136,13 +138,13 @@ class Mailbox:
                 self._forget(message)
                 self._fail(message, self.channel.died())
 
-    def _missing(self, message: Message) -> Callable[[], tuple[int, ...]]:
+    def _missing(self, message: MessageEnd) -> Callable[[], tuple[int, ...]]:
         ranks = self.channel.ranks
         if message.peer != ANY:
             return lambda: (ranks[message.peer],)
         return lambda: tuple(x for r, x in enumerate(ranks) if r != message.me)
 
-    def _misfit(self, send: Message, receive: Message) -> FcollError | None:
+    def _misfit(self, send: MessageEnd, receive: MessageEnd) -> FcollError | None:
         if send.buf.numel() == receive.buf.numel() and send.buf.dtype == receive.buf.dtype:
             return None
         name = self.channel.rank_name
@@ -155,16 +157,16 @@ class Mailbox:
         error.rank = send.me
         return error
 
-    def _withdraw(self, message: Message, error: FcollError) -> None:
+    def _withdraw(self, message: MessageEnd, error: FcollError) -> None:
         self._forget(message)
         self._fail(message, error)
 
-    def _forget(self, message: Message) -> None:
+    def _forget(self, message: MessageEnd) -> None:
         (self.sends if message.sends else self.receives).remove(message)
 
-    def _fail(self, message: Message, failure: FcollError) -> None:
+    def _fail(self, message: MessageEnd, failure: FcollError) -> None:
         message.work.complete(message.work.rank.clock, failure)
 
 
-def _into(buf: Tensor) -> Part:
-    return Part([buf], [buf], root=0)
+def _into(buf: Tensor) -> Contribution:
+    return Contribution([buf], [buf], root=0)

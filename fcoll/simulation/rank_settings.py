@@ -23,7 +23,7 @@ from fcoll.simulation import _torch
 
 
 @dataclass(eq=False)
-class Settings:
+class RankSettings:
     """The settings of one rank, or of the caller of a simulation."""
 
     rng: torch.Tensor
@@ -35,7 +35,7 @@ class Settings:
     others: tuple[Any, ...] | None  # the states of `random` and of numpy.random, if they are kept
 
     @classmethod
-    def now(cls, generators: bool = False, isolate: tuple[str, ...] = ()) -> Settings:
+    def now(cls, generators: bool = False, isolate: tuple[str, ...] = ()) -> RankSettings:
         """Those in force; ``generators``: also of ``random`` and numpy, which take 40 us a turn;
         ``isolate``: also the globals of these modules."""
         return cls(
@@ -48,12 +48,14 @@ class Settings:
             _other_generators() if generators else None,
         )
 
-    def for_rank(self, number: int) -> Settings:
+    def for_rank(self, number: int) -> RankSettings:
         """What a rank begins with: a copy of the caller's, as a forked process does."""
         env: dict[str, str | None] = dict.fromkeys(RANK_VARIABLES, str(number))
         filters = list(self.filters)
         modules = self.modules.copy()
-        return Settings(self.rng, self.dtype, filters, self.show_warning, env, modules, self.others)
+        return RankSettings(
+            self.rng, self.dtype, filters, self.show_warning, env, modules, self.others
+        )
 
     def save(self) -> None:
         """Keep what is in force now."""

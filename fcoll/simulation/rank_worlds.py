@@ -20,7 +20,7 @@ from fcoll.errors import BadOption, NotOnSimulatedRanks
 from fcoll.ranks.patches import Patches, SharedPatches, where
 from fcoll.simulation import _torch
 from fcoll.simulation.baton import this_rank
-from fcoll.simulation.channel import Part
+from fcoll.simulation.channel import Contribution
 from fcoll.simulation.group import SimulatedGroup
 from fcoll.simulation.work import wait_for_future
 from fcoll.source import user_line
@@ -176,7 +176,7 @@ def _new_group(
         timeout,
     )
     named = (f"name {group_name.removeprefix(PREFIX)[:8]}",) if ranks else ()
-    pg.start("new_group" if ranks else "init_process_group", named, Part()).wait()
+    pg.start("new_group" if ranks else "init_process_group", named, Contribution()).wait()
     tags = {"pg_tag": f"user:{pg_tag}"} if pg_tag else {"add_to_default_tag": True}
     _register(pg, backend, **tags)
     return pg, pg.store
@@ -265,7 +265,7 @@ def _split_group(
         raise ValueError("split_ranks cannot be None or empty")
     parent = parent_pg or dist.group.WORLD
     mine = [sorted(ranks) for ranks in split_ranks if parent.me in ranks]
-    parent.start("split_group", (str([list(r) for r in split_ranks]),), Part()).wait()
+    parent.start("split_group", (str([list(r) for r in split_ranks]),), Contribution()).wait()
     if not mine:
         return None
     ranks = tuple(parent.channel.ranks[r] for r in mine[0])

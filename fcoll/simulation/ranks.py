@@ -18,7 +18,7 @@ from fcoll.ranks.patches import torchrun_variables
 from fcoll.simulation import _torch, rank_worlds
 from fcoll.simulation.baton import Rank, RankStopped, become
 from fcoll.simulation.faults import Fault
-from fcoll.simulation.rank_settings import Settings, isolated
+from fcoll.simulation.rank_settings import RankSettings, isolated
 from fcoll.simulation.reports import never_waited_for
 from fcoll.simulation.schedules import Choices, Schedule
 from fcoll.simulation.session import RankKilled, Session
@@ -97,7 +97,7 @@ def run(
 ) -> list[Any]:
     """Run a session's ranks to their end."""
     results: list[Any] = [None] * session.n
-    caller, threads = Settings.now(generators, isolated(isolate)), torch.get_num_threads()
+    caller, threads = RankSettings.now(generators, isolated(isolate)), torch.get_num_threads()
     unwaited = async_tensor.unwaited()
     following = caller.modules.following_imports()
     with rank_worlds.in_force, torchrun_variables(session.n), following:

@@ -13,7 +13,7 @@ from fcoll.simulation import _torch
 from fcoll.simulation.baton import Awaited, Baton, Rank, RankStopped
 from fcoll.simulation.channel import Channel
 from fcoll.simulation.faults import Delay, Drop, Fault, Kill, Reorder
-from fcoll.simulation.mailbox import Mailbox, Message
+from fcoll.simulation.mailbox import Mailbox, MessageEnd
 from fcoll.simulation.reports import deadlock, names
 from fcoll.simulation.schedules import Choices
 from fcoll.simulation.store import SimulatedStore
@@ -161,7 +161,7 @@ class Session:
                 mailbox.die(rank.number)
         raise RankKilled
 
-    def fault_of(self, channel: Channel, message: Message) -> Fault | None:
+    def fault_of(self, channel: Channel, message: MessageEnd) -> Fault | None:
         """What happens to a message that is about to be sent."""
         pair = channel.ranks[message.me], channel.ranks[message.peer]
         count = self._sent[pair] = self._sent.get(pair, 0) + 1

@@ -24,7 +24,7 @@ _LIMIT = 200_000  # objects looked at, for programs that hold a large data set
 
 
 @dataclass
-class Found:
+class Reachable:
     """The modules, optimizers and tensors that a program can reach."""
 
     modules: dict[torch.nn.Module, str] = field(default_factory=dict)  # their paths
@@ -34,9 +34,9 @@ class Found:
     pipelines: list[Any] = field(default_factory=list)  # schedules, stages and their parts
 
 
-def reachable(*roots: Any) -> Found:
+def reachable(*roots: Any) -> Reachable:
     """What the roots hold: through closures, attributes, containers and globals by name."""
-    objects = Found()
+    objects = Reachable()
     visited: set[int] = set()
     todo: list[tuple[Any, Any, Any]] = [(None, None, root) for root in reversed(roots)]
     while todo and len(visited) < _LIMIT:
@@ -68,7 +68,7 @@ def _is_of_pipeline(x: Any) -> bool:
     )
 
 
-def _add_tensor(objects: Found, holder: Any, key: Any, x: Tensor, name: str) -> None:
+def _add_tensor(objects: Reachable, holder: Any, key: Any, x: Tensor, name: str) -> None:
     for shard in getattr(x, "_local_shards", ()):  # a sharded tensor is what its shards are
         _add_tensor(objects, _Fields(shard), "tensor", shard.tensor, name)
     if "." in name or id(x) not in objects.tensors:  # a path says more than a list's index
@@ -77,7 +77,7 @@ def _add_tensor(objects: Found, holder: Any, key: Any, x: Tensor, name: str) -> 
         objects.places.append((holder, key, x))
 
 
-def _add_module(objects: Found, module: torch.nn.Module) -> None:
+def _add_module(objects: Reachable, module: torch.nn.Module) -> None:
     """The module and all inside; a module found inside another keeps the path from the outer."""
     for path, child in module.named_modules():
         if child in objects.modules:
@@ -206,7 +206,7 @@ def fake_copy(x: Tensor, mode: Any) -> Tensor:
 
 
 @contextmanager
-def faked(objects: Found, mode: Any) -> Iterator[dict[int, Tensor]]:
+def faked(objects: Reachable, mode: Any) -> Iterator[dict[int, Tensor]]:
     """Inside, fake copies are where the tensors on the meta device were; the copies by id.
 
     Real tensors stay: the fake mode knows how to take them. Without a mode it is the real tensors

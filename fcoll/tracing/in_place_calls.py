@@ -19,7 +19,7 @@ from fcoll.table.collectives import COLLECTIVES
 from fcoll.tracing import _torch
 
 
-class Pending:
+class StartedMessage:
     """A message that a c10d op started, to be completed before its tensors are used."""
 
     def __init__(self, message: Message, group: ProcessGroup) -> None:
@@ -57,7 +57,7 @@ class Pending:
                 out.copy_(result.view(out.shape))
 
 
-class Handle:
+class ExchangeWork:
     """The handle of an exchange whose splits are symbols, which no C++ group takes."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -77,11 +77,11 @@ def _group(group: ProcessGroup) -> tuple[str, int]:
 
 def start_exchange(
     group: Any, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any
-) -> Pending:
+) -> StartedMessage:
     """An exchange whose splits are symbols."""
     group = _torch.unboxed_group(group)
     message = alltoall_base_(output, input, _group(group), output_splits, input_splits)
-    return Pending(message, group)
+    return StartedMessage(message, group)
 
 
 def op_of(func: Any) -> Op | None:
@@ -92,9 +92,9 @@ def op_of(func: Any) -> Op | None:
     return OPS.get(name)
 
 
-def start(op: Op, args: Any, kwargs: Any) -> tuple[Pending, bool]:
+def start(op: Op, args: Any, kwargs: Any) -> tuple[StartedMessage, bool]:
     """Start the message of a c10d op; and is it to be completed at once?"""
     named = op.named(args, kwargs)
     group = _torch.unboxed_group(named["process_group"])
     with torch.no_grad():
-        return Pending(op.read(named, _group), group), not named.get("async_op", True)
+        return StartedMessage(op.read(named, _group), group), not named.get("async_op", True)

@@ -72,10 +72,10 @@ class Recorder(_torch.TorchDispatchMode):
         self._origins: list[tuple[int, Origin]] = []  # by number of the autograd node they made
         self._last_input: fx.Node | None = None
         self._pending: dict[
-            int, in_place_calls.Pending
+            int, in_place_calls.StartedMessage
         ] = {}  # by the storage that is being written
         self._works: dict[
-            int, tuple[Any, in_place_calls.Pending]
+            int, tuple[Any, in_place_calls.StartedMessage]
         ] = {}  # by the handle's id, held with it
         # by id, held with it: a code's hash goes over its constants, and Dynamo's may have none
         self._is_library: dict[int, tuple[CodeType, bool]] = {}
@@ -156,11 +156,11 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _exchange(
         self, group: Any, output: Tensor, input: Tensor, *splits: Any
-    ) -> in_place_calls.Handle:
+    ) -> in_place_calls.ExchangeWork:
         """An exchange whose splits only a run knows, which no op of c10d takes."""
         pending = in_place_calls.start_exchange(group, output, input, *splits)
         self._pending.update(dict.fromkeys(pending.storages(), pending))
-        return in_place_calls.Handle(lambda: self._finish(pending))
+        return in_place_calls.ExchangeWork(lambda: self._finish(pending))
 
     def _objects(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return object_collectives.call(name, self.notes, *args, **kwargs)
@@ -171,7 +171,7 @@ class Recorder(_torch.TorchDispatchMode):
         if pending is not None:
             self._finish(pending)
 
-    def _finish(self, pending: in_place_calls.Pending) -> None:
+    def _finish(self, pending: in_place_calls.StartedMessage) -> None:
         """Wait for the messages of a call: where the program does, this mode is on."""
         for storage in pending.storages():
             self._pending.pop(storage, None)

@@ -37,7 +37,7 @@ from fcoll.tracing.fake_world import (
     new_groups_noted,
     traceable_reducers,
 )
-from fcoll.tracing.fakes import Found, faked, reachable
+from fcoll.tracing.fakes import Reachable, faked, reachable
 from fcoll.tracing.reading import reading, reading_compiled
 from fcoll.tracing.recorder import CompiledRecorder, Recorder, others_paused, parts_of
 from fcoll.tracing.values import Values, settled
@@ -287,7 +287,7 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     mode: Mode
-    objects: Found
+    objects: Reachable
     caller: FrameType
     compiled_modules: list[torch.nn.Module] | None = None  # where torch cannot compile the whole
     own_backward: bool = False  # of the last run

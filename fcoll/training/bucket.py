@@ -68,7 +68,7 @@ class GradBucket:
         return self._index == self._count - 1
 
 
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are sent together; ``views`` are those of each in the buffer."""
 
     sparse = False
@@ -108,7 +108,7 @@ class Bucket:
         """Have gradients that are there already live in this bucket: it replaces another one."""
 
 
-class DenseBucket(Bucket):
+class DenseBucket(GradientBucket):
     """Gradients of one dtype and device; ``views`` have the strides that their gradients have."""
 
     def __init__(
@@ -233,7 +233,7 @@ class DenseBucket(Bucket):
                 p.grad = view
 
 
-class SparseBucket(Bucket):
+class SparseBucket(GradientBucket):
     """The one sparse gradient that is sent by itself, without a tag."""
 
     sparse = True
@@ -281,7 +281,7 @@ def _kind(x: Tensor) -> str:
 
 def make(
     indices: Sequence[int], params: Sequence[Tensor], sparse: Sequence[bool], tagged: bool = True
-) -> Bucket:
+) -> GradientBucket:
     """The bucket of the parameters with these indices."""
     if not indices:
         raise BadBuckets(why="Empty bucket specified", hint="Leave it out.")

@@ -44,10 +44,10 @@ from fcoll.training.assignment import (
     in_ready_order,
     planned,
 )
-from fcoll.training.bucket import Bucket, GradBucket
+from fcoll.training.bucket import GradBucket, GradientBucket
 from fcoll.training.bucket_collectives import Collectives, Started
 from fcoll.training.overrides import install_overrides
-from fcoll.training.reducer_settings import Settings
+from fcoll.training.reducer_settings import ReducerSettings
 from fcoll.training.shared import put_into_shared_memory
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, warn_all_used
@@ -56,7 +56,7 @@ from fcoll.training.unused import UsedMap, gradient_accumulator, not_reached, wa
 _eager = torch.compiler.disable
 
 
-class Reducer(Settings):
+class Reducer(ReducerSettings):
     """Reduces the gradients of ``params`` over a process group, in buckets.
 
     ``bucket_indices`` say which parameters are in which bucket; after the first iteration buckets
@@ -395,14 +395,14 @@ class Reducer(Settings):
             under_way = [i for i in range(index) if self._buckets[i].work is not None]
             self._fail(error, [index, *under_way])
 
-    def _skips(self, bucket: Bucket) -> bool:
+    def _skips(self, bucket: GradientBucket) -> bool:
         """Is it to be left out, on all ranks? A parameter that one of them uses is reduced."""
         used = self.used if self.static_graph else self._to_come
         if not self.skips_unused or self._joining or used is None:
             return False
         return all(used.unused(i) for i in bucket.indices)
 
-    def _sum(self, index: int, bucket: Bucket) -> Started:
+    def _sum(self, index: int, bucket: GradientBucket) -> Started:
         if bucket.shared is not None and not self._joining:
             tag = self.tags[index].value
             if (started := bucket.shared.sum_(bucket.buffer, self.group, tag)) is not None:
@@ -421,7 +421,7 @@ class Reducer(Settings):
         with _torch.futures_with_tensors():
             return self._hook(bucket)
 
-    def _grad_bucket(self, index: int, b: Bucket) -> GradBucket:
+    def _grad_bucket(self, index: int, b: GradientBucket) -> GradBucket:
         return GradBucket(index, len(self._buckets), b.buffer, b.params, b.sizes)
 
     def _divide_factor(self) -> float:

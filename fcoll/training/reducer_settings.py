@@ -13,13 +13,13 @@ from torch import Tensor
 from fcoll.errors import BadCommHook, CollectiveMismatch
 from fcoll.source import show, user_sites
 from fcoll.training import _torch, backward_errors, comm_hooks, tags
-from fcoll.training.bucket import Bucket, GradBucket
+from fcoll.training.bucket import GradBucket, GradientBucket
 from fcoll.training.bucket_collectives import Collectives
 from fcoll.training.statistics import Statistics
 from fcoll.training.unused import UsedMap
 
 
-class Settings:
+class ReducerSettings:
     """A reducer's comm hook, its logger and what else is set on it."""
 
     group: Collectives
@@ -27,7 +27,7 @@ class Settings:
     indices: list[list[int]]
     stats: Statistics
     used: UsedMap | None
-    _buckets: list[Bucket]
+    _buckets: list[GradientBucket]
     arrivals: Any
 
     def __init__(self) -> None:

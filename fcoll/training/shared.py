@@ -14,7 +14,7 @@ from torch import Tensor
 from fcoll.errors import from_native
 from fcoll.groups import by_name
 from fcoll.training import _torch
-from fcoll.training.bucket import Bucket, DenseBucket
+from fcoll.training.bucket import DenseBucket, GradientBucket
 from fcoll.training.bucket_collectives import Collectives, Started
 from fcoll.transport import shared_memory
 from fcoll.transport.native import build
@@ -23,7 +23,7 @@ from fcoll.transport.native import build
 PAGE = 4096
 
 
-class Place:
+class BucketMemory:
     """Where a bucket is in the memory of all buckets."""
 
     def __init__(self, memory: Any, at: int) -> None:
@@ -40,7 +40,7 @@ class Place:
         return None if result is NotImplemented else Started(x, result, recorded=recorded)
 
 
-def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> None:
+def put_into_shared_memory(buckets: Sequence[GradientBucket], group: Collectives) -> None:
     """Give the buckets memory that all ranks can map, where the group is known to have it.
 
     All ranks know the same of a group. They map each other's memory when the first bucket is sent.
@@ -58,7 +58,9 @@ def put_into_shared_memory(buckets: Sequence[Bucket], group: Collectives) -> Non
         message = memory.tensor(at, bucket.message.numel(), bucket.message)
         if message is not None:
             bucket.lay_into(message)
-        bucket.shared = Place(memory, at)  # without memory of its own too: the others hear of it
+        bucket.shared = BucketMemory(
+            memory, at
+        )  # without memory of its own too: the others hear of it
 
 
 def _handle(group: Collectives) -> int:

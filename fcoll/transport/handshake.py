@@ -132,7 +132,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) + 1
 
 
-class Difference(NamedTuple):
+class Disagreement(NamedTuple):
     """A property on which ranks do not agree, and its value on each; None where it has none."""
 
     name: Any
@@ -150,16 +150,16 @@ class Difference(NamedTuple):
 
 def first_difference(
     views: Sequence[View], same: Callable[[Any, Any], bool] = operator.eq
-) -> Difference | None:
+) -> Disagreement | None:
     """The first property that is not the same in the views of all ranks.
 
     >>> from fcoll.transport.handshake import first_difference
     >>> first_difference([{"size": 3}, {"size": 3, "dtype": "int64"}])
-    Difference(name='dtype', values=[None, 'int64'])
+    Disagreement(name='dtype', values=[None, 'int64'])
     """
     names: dict[Hashable, None] = dict.fromkeys(chain.from_iterable(views))
     for name in names:
         values = [view.get(name) for view in views]
         if not all(same(values[0], value) for value in values):
-            return Difference(name, values)
+            return Disagreement(name, values)
     return None

@@ -86,7 +86,7 @@ def _mismatch(sender: int, sent: Header, receiver: int, expected: Header) -> Col
     )
 
 
-class Message(dist.Work):
+class PendingMessage(dist.Work):
     """One side of a message; its wait raises again what it raised once."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Message(dist.Work):
         return True
 
 
-class Sent(Message):
+class Sent(PendingMessage):
     """A message that is under way. Its buffers live until the peer has taken it."""
 
     def __init__(self, buf: Tensor, data: Tensor, peer: int, tag: int, g: Group) -> None:
@@ -134,7 +134,7 @@ class Sent(Message):
             raise _mismatch(self.rank, self.mine, self.peer, expected)
 
 
-class Received(Message):
+class Received(PendingMessage):
     """A message that is expected."""
 
     def __init__(self, buf: Tensor, data: Tensor, peer: int, tag: int, g: Group) -> None:

@@ -66,7 +66,7 @@ def _read_in_place(row: Collective, args: Any, kwargs: Any) -> Any:
     if choice is None or choice.form not in one_shot.FORMS:
         return None
     named = dict(zip(row.position, args, strict=False)) | kwargs
-    reading = one_shot.Reading(
+    reading = one_shot.InPlaceCall(
         row, named.get("reduce_op", ""), named["group_name"], named.get("dim", 0)
     )
     return one_shot.FORMS[choice.form](reading, named["input"])

@@ -124,7 +124,7 @@ def _too_large(x: torch.Tensor, limit: int, n: int) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InPlaceCall:
     """A call of a row that is read in place, but for its tensor."""
 
     row: Collective
@@ -137,13 +137,13 @@ class Reading:
         return own, self.row.name, self.reduce_op, self.group_name, self.dim
 
 
-def fused(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
+def fused(call: InPlaceCall, x: ir.TensorBox) -> ir.TensorBox:
     own, claim = realize_as_comm_buffer(x, call.group_name)
     parts = parts_of(extern(_native.meet.default, *call.arguments(own)), claim)
     return combined(call.row, parts, call.reduce_op, call.dim)
 
 
-def opaque(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
+def opaque(call: InPlaceCall, x: ir.TensorBox) -> ir.TensorBox:
     own, _ = realize_as_comm_buffer(x, call.group_name)
     out = extern(_native.meet_and_reduce.default, *call.arguments(own))
     out.skip_size_stride_alignment_checks = True
@@ -154,13 +154,13 @@ def opaque(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
 class Announced:
     """A collective between its halves, while a graph is lowered."""
 
-    call: Reading
+    call: InPlaceCall
     own: ir.TensorBox
     claim: Any
     token: ir.TensorBox
 
 
-def announce(call: Reading, x: ir.TensorBox) -> ir.TensorBox:
+def announce(call: InPlaceCall, x: ir.TensorBox) -> ir.TensorBox:
     """The first half, which the wait finds by the token that this gives."""
     own, claim = realize_as_comm_buffer(x, call.group_name)
     token = ir.TensorBox.create(extern(_native.announce.default, *call.arguments(own)))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fcoll.proving import exact_mode
 from fcoll.proving.algebra import Unlucky
 from fcoll.proving.constants import primes
-from fcoll.proving.exact_mode import RULES, Exact, Refused
+from fcoll.proving.exact_mode import RULES, ExactMode, Refused
 from fcoll.proving.ring import Ring
 
 # What these give is no rational number, or one of too large a denominator to be told from a float
@@ -74,7 +74,7 @@ def compared(op, sample, used):
     first, rest, named = tree_map(lift, args)
     used.clear()
     try:
-        with Exact(ring, 0):
+        with ExactMode(ring, 0):
             got = op(first, *rest, **named)
     except (Refused, Unlucky, RuntimeError):  # or the op itself, of what it takes for a float
         return 0

@@ -10,7 +10,7 @@ from torch import tensor
 
 from fcoll.proving import elementwise_rules, tensor_rules
 from fcoll.proving.constants import primes
-from fcoll.proving.exact_mode import Exact, Refused
+from fcoll.proving.exact_mode import ExactMode, Refused
 from fcoll.proving.ring import Ring
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # which is in beta
@@ -315,7 +315,7 @@ def exact(fn, *args):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Exact(ring, 0):
+        with ExactMode(ring, 0):
             return ring, fn(*lifted)
     finally:
         torch.set_default_dtype(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from timelines import compute, start, wait
 
-from fcoll.scheduling.clock import Meeting
+from fcoll.scheduling.clock import Rendezvous
 from fcoll.scheduling.contention import Contention
 from fcoll.scheduling.rank_lines import RankProgram, run_world
 
@@ -15,7 +15,7 @@ US = {"early": 4.0, "work": 10.0, "a": 10.0, "b": 10.0}
 def program(steps, ranks_of, **contention):
     """``ranks_of`` are the ranks of each collective, by its name."""
     meetings = {
-        step.collective: [Meeting(step.name, ranks_of[step.name])]
+        step.collective: [Rendezvous(step.name, ranks_of[step.name])]
         for step in steps
         if step.kind == "start"
     }

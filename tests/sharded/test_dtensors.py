@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as ShardedDim
 
 import fcoll
 from fcoll import sharded
-from fcoll.sharded.errors import BadMesh
+from fcoll.sharded.errors import MeshesDiffer
 
 MESHES = [(4,), (2, 2), (4, 1)]
 
@@ -115,14 +115,14 @@ def test_what_is_no_layout_is_refused():
     def check(rank):
         mesh = dist.init_device_mesh("cpu", (2, 2))
         st = sharded.ones(sharded.chunk(0, 4), 4, 4)
-        with pytest.raises(BadMesh, match="no placements for a mesh of 2 dims"):
+        with pytest.raises(MeshesDiffer, match="no placements for a mesh of 2 dims"):
             sharded.to_dtensor(st, mesh)
-        with pytest.raises(BadMesh, match="holds sums that are not made yet"):
+        with pytest.raises(MeshesDiffer, match="holds sums that are not made yet"):
             sharded.to_dtensor(st, mesh, [Partial(), Replicate()])
         if rank < 2:
             part = sharded.ones(sharded.chunk(0, 2), 4, 4, process_group=[0, 1])
             with pytest.raises(
-                BadMesh, match=r"ranks \[2, 3\] of the mesh are not in the tensor's"
+                MeshesDiffer, match=r"ranks \[2, 3\] of the mesh are not in the tensor's"
             ):
                 sharded.to_dtensor(part, mesh, [ShardedDim(0), Replicate()])
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import fcoll
 from fcoll import sharded
-from fcoll.sharded.errors import BadPlan, NoRemoteShards
+from fcoll.sharded.errors import BadShardingPlan, NoRemoteShards
 
 ROWS = sharded.chunk(0, 4)
 COLUMNS = sharded.chunk(1, 4)
@@ -139,7 +139,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(plan, kind, text):
         with pytest.raises(kind, match=text):
             sharded.shard_module(model, sharded.ShardingPlan(**plan))
         assert type(model[0].weight) is nn.Parameter and not model._forward_hooks
-        return issubclass(kind, AttributeError) or BadPlan
+        return issubclass(kind, AttributeError) or BadShardingPlan
 
     fcoll.simulate_ranks(check, 2)
 

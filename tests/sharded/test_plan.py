@@ -11,18 +11,18 @@ from layouts import RANKS, blocks, holders, two_layouts
 from fcoll.sharded import EnumerableShardingSpec, ShardMetadata, chunk, grid
 from fcoll.sharded.errors import BadLayout
 from fcoll.sharded.specs import check_layout, inferred_spec, layout_of
-from fcoll.sharded.transfer_plan import Block, Box, Plan, first_gap, first_overlap
+from fcoll.sharded.transfer_plan import Box, HeldBlock, TransferPlan, first_gap, first_overlap
 
 
 def plan_of(size, old, new):
     held = [
         tuple(
-            Block(s.placement.rank(), Box.of(s.shard_offsets, s.shard_sizes))
+            HeldBlock(s.placement.rank(), Box.of(s.shard_offsets, s.shard_sizes))
             for s in layout_of(spec, size)
         )
         for spec in (old, new)
     ]
-    return Plan(*held)
+    return TransferPlan(*held)
 
 
 @given(two_layouts())

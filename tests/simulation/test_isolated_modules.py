@@ -149,7 +149,7 @@ def test_a_library_that_the_ranks_import_themselves(library):
     assert fcoll.simulate_ranks(program, 3, isolate=[library]) == WANTED
     assert sys.modules[library].RANK is None
     assert fcoll.simulate_ranks(program, 3, isolate=[library]) == WANTED
-    assert not any(isinstance(finder, isolation._Finder) for finder in sys.meta_path)
+    assert not any(isinstance(finder, isolation._ImportWatcher) for finder in sys.meta_path)
 
 
 def test_modules_that_are_imported_stay(library):

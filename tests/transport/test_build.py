@@ -87,7 +87,7 @@ def failed_before(path: Path, seconds: float) -> None:
     reason = cache.failure_of(path, 0)
     assert reason
     then = time.time() - seconds
-    note = cache.Failure(reason, then, cache._compiler_identity())
+    note = cache.FailedBuild(reason, then, cache._compiler_identity())
     cache._note_of(path).write_text(cache.json.dumps(cache.asdict(note)))
 
 

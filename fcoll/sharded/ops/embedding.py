@@ -30,7 +30,7 @@ from fcoll.sharded.layout_agreement import gather_fitting, is_traced
 from fcoll.sharded.ops.rules import is_sharded, name_of, rule_of_each
 from fcoll.sharded.shards import anchors_of, blocks_of, cut_dims, empty_of, local_tensors
 from fcoll.sharded.specs import box_of
-from fcoll.sharded.transfer_plan import Block, Box
+from fcoll.sharded.transfer_plan import Box, HeldBlock
 
 #: what torch's renorm adds to a norm before it divides by it
 EPSILON = 1e-7
@@ -146,7 +146,7 @@ def rows_of(table: Any, ids_by_rank: list[Tensor]) -> Tensor:
 
 
 def _boxes_by_rank(
-    ranks: Sequence[int], blocks: list[Block], ids: Tensor, count: int
+    ranks: Sequence[int], blocks: list[HeldBlock], ids: Tensor, count: int
 ) -> list[list[Box]]:
     """The parts of the rows asked for that come from each rank, in the order in which it sends."""
     boxes: dict[int, list[Box]] = {rank: [] for rank in ranks}

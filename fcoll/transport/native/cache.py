@@ -94,7 +94,7 @@ def untrusted(library: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedBuild:
     """Why an attempt failed, when, and what it was made with."""
 
     reason: str
@@ -104,7 +104,7 @@ class Failure:
 
 def note_failure(at: Path, error: BuildFailed) -> None:
     """Write down beside ``at``, which could not be made, that it could not."""
-    failure = Failure(str(error), time.time(), _compiler_identity())
+    failure = FailedBuild(str(error), time.time(), _compiler_identity())
     partial = _note_of(at).with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(asdict(failure)))
     os.replace(partial, _note_of(at))
@@ -114,7 +114,7 @@ def failure_of(at: Path, since: float) -> str:
     """The reason why ``at`` could not be made, if that was tried with the same compiler after
     ``since``; else empty: it is worth another attempt."""
     try:
-        failure = Failure(**json.loads(_note_of(at).read_text()))
+        failure = FailedBuild(**json.loads(_note_of(at).read_text()))
     except (OSError, ValueError, TypeError):
         return ""
     same = failure.made_with == _compiler_identity() and since <= failure.when <= time.time()
