@@ -297,6 +297,7 @@ def _is_rearranged(ring: Ring, whole: Tensor, got: Sequence[Tensor | None], mesh
 
 
 def _residues(ring: Ring, x: Tensor) -> Tensor:
+    x = torch.view_as_real(x).flatten() if x.is_complex() else x
     return torch.where(x.isfinite(), x % ring.modulus, x) if x.is_floating_point() else x
 
 

@@ -91,7 +91,7 @@ def runs(kinds: Sequence[Any]) -> list[Repetition]:
     """The longest runs of a sequence that do not overlap, with more instances than are kept.
 
     >>> runs("xabcabcabcabcabcabcy")
-    [Run(begin=1, period=3, count=6)]
+    [Repetition(begin=1, period=3, count=6)]
     """
     number: dict[Any, int] = {}
     row = [number.setdefault(kind, len(number)) for kind in kinds]

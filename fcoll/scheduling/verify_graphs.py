@@ -7,7 +7,7 @@ a bucket, and what may communicate keeps its place. On each group all ranks issu
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -260,13 +260,11 @@ def _members(
     exact: dict[Any, list[int]] = {}
     for i, event in enumerate(before):
         exact.setdefault(event.cover, []).append(i)
-    places = {cover: iter(found) for cover, found in exact.items()}
-    by_term = _by_term(before)
+    sent = _Sent(before, exact)
     found: list[tuple[int, ...]] = []
     times: dict[int, float] = {}
     for event in after:
-        same = next(places[event.cover], None) if event.cover in places else None
-        mine = {same: 1.0} if same is not None else _parts(event, before, by_term)
+        mine = sent.whole(event) or sent.parts(event)
         if mine is None:
             text = f"{event.node.name} is no collective of the first graph, nor a bucket of them"
             return GraphVerdict(False, text, (event.node.name,))
@@ -283,38 +281,64 @@ def _members(
     return found
 
 
-def _by_term(events: Sequence[Event]) -> dict[int, list[tuple[int, int, int]]]:
-    """By the term: where each event's pieces of it begin and end."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    for i, event in enumerate(events):
+class _Sent:
+    """Which parts of the first graph's events the second one's have sent. Several events may send
+    one part of a value: it is that of the first that begins with it and has sent nothing, else of
+    the first that has not sent it."""
+
+    def __init__(self, events: Sequence[Event], alike: Mapping[Any, Sequence[int]]) -> None:
+        self.events, self.alike = events, alike
+        self.times: Counter[tuple[int, int, int]] = Counter()  # by event, term and begin
+        self.begun: set[int] = set()
+        self.by_term: dict[int, list[tuple[int, int, int]]] = {}
+        for i, event in enumerate(events):
+            for piece in event.cover:
+                end = piece.begin + piece.size
+                self.by_term.setdefault(piece.term, []).append((piece.begin, end, i))
+
+    def whole(self, event: Event) -> dict[int, float] | None:
+        """The first event of which nothing has been sent, if there is one like this."""
+        i = next((i for i in self.alike.get(event.cover, ()) if i not in self.begun), None)
+        if i is None:
+            return None
         for piece in event.cover:
-            found.setdefault(piece.term, []).append((piece.begin, piece.begin + piece.size, i))
-    for pieces in found.values():
-        pieces.sort()
-    return found
+            self._send(i, piece.term, piece.begin)
+        return {i: 1.0}
 
+    def parts(self, event: Event) -> dict[int, float] | None:
+        """The events that an event sends, with the part that it sends of each."""
+        found: dict[int, float] = {}
+        begun = set(self.begun)  # by other events than this one
+        for piece in event.cover:
+            at, end = piece.begin, piece.begin + piece.size
+            while at < end:
+                owners = [
+                    (
+                        begin != at or stop > end or i in begun,
+                        self._has_sent(i, piece.term, at),
+                        i,
+                        stop,
+                    )
+                    for begin, stop, i in self.by_term.get(piece.term, ())
+                    if begin <= at < stop
+                ]
+                if not owners:
+                    return None
+                *_, i, stop = min(owners)
+                stop = min(stop, end)
+                self._send(i, piece.term, at)
+                size = sum(p.size for p in self.events[i].cover)
+                found[i] = found.get(i, 0.0) + (stop - at) / size
+                at = stop
+        return found
 
-def _parts(
-    event: Event, before: Sequence[Event], by_term: Mapping[int, list[tuple[int, int, int]]]
-) -> dict[int, float] | None:
-    """The events of the first graph that an event sends, with the part that it sends of each."""
-    found: dict[int, float] = {}
-    for piece in event.cover:
-        at, end = piece.begin, piece.begin + piece.size
-        known = by_term.get(piece.term, [])
-        k = max(bisect_right(known, (at, end, len(before))) - 1, 0)
-        while k > 0 and known[k - 1][1] > at:
-            k -= 1
-        while at < end:
-            while k < len(known) and known[k][1] <= at:
-                k += 1
-            if k == len(known) or known[k][0] > at:
-                return None
-            _, stop, i = known[k]
-            size = sum(p.size for p in before[i].cover)
-            found[i] = found.get(i, 0.0) + (min(stop, end) - at) / size
-            at = min(stop, end)
-    return found
+    def _send(self, i: int, term: int, at: int) -> None:
+        self.times[i, term, at] += 1
+        self.begun.add(i)
+
+    def _has_sent(self, i: int, term: int, at: int) -> bool:
+        pieces = (p for p in self.events[i].cover if p.term == term)
+        return self.times[i, term, at] >= sum(p.begin <= at < p.begin + p.size for p in pieces)
 
 
 def _effects_in_order(

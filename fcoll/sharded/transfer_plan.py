@@ -80,9 +80,9 @@ class BlockTransfer:
 class TransferPlan:
     """From one layout to another.
 
-    >>> rows = [Block(0, Box((0, 0), (1, 2))), Block(1, Box((1, 0), (1, 2)))]
-    >>> columns = [Block(0, Box((0, 0), (2, 1))), Block(1, Box((0, 1), (2, 1)))]
-    >>> plan = Plan(tuple(rows), tuple(columns))
+    >>> rows = [HeldBlock(0, Box((0, 0), (1, 2))), HeldBlock(1, Box((1, 0), (1, 2)))]
+    >>> columns = [HeldBlock(0, Box((0, 0), (2, 1))), HeldBlock(1, Box((0, 1), (2, 1)))]
+    >>> plan = TransferPlan(tuple(rows), tuple(columns))
     >>> plan.moved, len(plan.kept_on(0)), plan.sent_by(0)
     (2, 1, [(1, [BlockTransfer(source=0, target=1, box=Box(offsets=(0, 1), sizes=(1, 1)))])])
     """

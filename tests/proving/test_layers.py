@@ -116,8 +116,9 @@ def test_a_fault_in_one_layer(fault):
 
 
 def test_a_branch_in_one_layer():
-    verdict = fcoll.prove(layered("asked"), GRID, trials=1, diagnose=False)
-    assert verdict.equal is None and "used as a number of Python's" in verdict.why
+    """It is taken in about half of the trials."""
+    verdict = fcoll.prove(layered("asked"), GRID, diagnose=False)
+    assert verdict.equal is False and verdict.differences[0].name == "output of layers.4"
 
 
 # -- one run with cuts is enough ---

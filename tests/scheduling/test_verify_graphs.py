@@ -499,6 +499,20 @@ def test_a_collective_is_issued_once():
     assert verdict.equal is False and "more than once" in verdict.difference
 
 
+def sums_of_parts_that_are_alike(x):
+    """The same sum three times, and of a part of it, which a bucket sends side by side."""
+    whole = [fcoll.all_reduce(x * 2) for _ in range(3)]
+    return [*whole, fcoll.all_reduce((x * 2)[1:3]), fcoll.all_reduce(x)]
+
+
+def test_a_bucket_may_send_one_value_for_several_collectives():
+    with fcoll.fake_world(dp=4):
+        trace = fcoll.trace(sums_of_parts_that_are_alike, torch.ones(8, 4))
+        plan = fcoll.schedule(trace, machine="h100", memory_cap=None, buckets=True, reuse=False)
+    assert plan.buckets and max(len(bucket.members) for bucket in plan.buckets) > 3
+    assert fcoll.verify(trace, plan.apply()).equal
+
+
 def test_messages_and_random_numbers_keep_their_order():
     def step(x):
         fcoll.batch_p2p([("isend", x + 1, 1)])
