@@ -164,10 +164,6 @@ class _Shift:
         first = {key: min(found) for key, found in self.numbers.items()}
         lengths = {max(found) - min(found) for found in self.numbers.values()}
         lengths |= {n for s in self.sites for x in s.tensors() for n in x.shape}
-        earliest = min(i for _, i in first)
-        shown = [first[r, earliest] for r in range(mesh.size) if (r, earliest) in first]
-        calls = [c for c in site.events[0].ranks if c is not None]
-        name = next((k for k in site.call.local_names if _named_alike(k, calls, shown)), "")
         for axis, n in mesh.axes.items():
             for size in sorted(lengths - {0}, reverse=True) if n > 1 else ():
                 if any(x % size for x in first.values()):
@@ -176,7 +172,7 @@ class _Shift:
                     begins = {(r, i): (mesh.place(r, axis) + turn * i) % n * size for r, i in first}
                     if begins == first or (turn and len({i for _, i in first}) < 2):
                         continue
-                    yield self._repair(site, axis, size, turn, begins, first, shown, name)
+                    yield self._repair(site, axis, size, turn, begins, first)
 
     def _repair(
         self,
@@ -186,9 +182,12 @@ class _Shift:
         turn: int,
         begins: dict[tuple[int, int], int],
         first: dict[tuple[int, int], int],
-        shown: list[int],
-        name: str,
     ) -> Repair:
+        wrong = min(i for (r, i), x in first.items() if begins[r, i] != x)
+        shown = [x for (_, i), x in sorted(first.items()) if i == wrong]
+        calls = [c for e in site.events if e.execution == wrong for c in e.ranks if c is not None]
+        name = next((k for k in site.call.local_names if _named_alike(k, calls, shown)), "")
+
         def change(now: Now) -> Any:
             key = now.rank, now.execution
             by = begins[key] - first[key] if key in begins else 0

@@ -150,7 +150,7 @@ def _difference(ring: Ring, got: Sequence[Tensor | None], want: Sequence[Tensor 
     if all(s is not None for s in whose):
         parts = ", ".join(str(s) for s in whose)
         return f"ranks {', '.join(str(r) for r, _, _ in pairs)} have the parts of ranks {parts}"
-    if all(not g.is_floating_point() and g.dtype != torch.bool for _, g, _ in pairs):
+    if all(_is_integer(g) for _, g, _ in pairs):
         steps = [(w - g).unique() for _, g, w in pairs]
         if all(len(x) == 1 for x in steps):
             by = ", ".join(str(int(x)) for x in steps)
@@ -171,6 +171,10 @@ def _difference(ring: Ring, got: Sequence[Tensor | None], want: Sequence[Tensor 
                 return f"only the {end} along dim {dim} differs, {border}"
         return f"{int(off.sum())} of {off.numel()} elements differ"
     return "it differs"
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def _are_same(ring: Ring, got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
