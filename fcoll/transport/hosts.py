@@ -12,31 +12,21 @@ order of the calls; nobody has to wait for a result for its peers to get theirs.
 
 from __future__ import annotations
 
-import atexit
-import queue
-import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcoll.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    FcollError,
-    GroupClosed,
-    PeerDied,
-)
 from fcoll.groups import Group
 from fcoll.reductions import REDUCTIONS, Reduction, fold
-from fcoll.transport import messages, process_group, shared_memory
+from fcoll.transport import process_group, shared_memory
+from fcoll.transport.island_messages import Exchange, blocks, flat, flat_bytes
 from fcoll.transport.islands import Islands
+from fcoll.transport.ordered_calls import INLINE, OrderedCalls
 from fcoll.transport.protocol import (
     Started,
     Transfer,
@@ -45,14 +35,8 @@ from fcoll.transport.protocol import (
     running,
 )
 
-BLOCK = 1 << 20  # bytes that are under way between islands while the next are added up inside
 DEPTH = 2  # blocks under way
 SMALL = 32 << 10  # bytes that go between leaders alone: one message a pair, no share a rank
-INLINE = 64 << 10  # bytes of a call that is carried out by its caller
-END_S = 5.0  # for calls that are under way when the process ends
-_TAG = 3 * messages.TAGS  # tags of headers; a block has this and its length
-_TEXT = 200  # characters of a call, as peers are told
-_HEADER = struct.Struct(f"qq{_TEXT}s")
 
 native = torch.ops.fcoll_native
 
@@ -70,71 +54,26 @@ class Hosts:
             for i, ranks in enumerate(islands.ranks)
             if i != self.home and self.place < len(ranks)
         }
-        self.closed = ""
         self.pg = weakref.ref(g.pg)
-        self.calls = 0
-        self.turn = threading.Lock()  # held while a call is carried out or put behind others
-        self.unfinished = 0  # calls of the thread
-        self.waiting = queue.SimpleQueue[Callable[[], None] | None]()
-        self.thread: threading.Thread | None = None
+        self.calls = OrderedCalls(self.close)
 
-    # -- calls, one after the other ---
+    def start(self, nbytes: int, run: Callable[[Exchange], None]) -> dist.Work | None:
+        signed, pg = running.signed() if running.signed else None, self.pg()
 
-    def start(self, nbytes: int, call: Callable[[Exchange], None]) -> dist.Work | None:
-        """Carry out a call, now if it is small and none is behind; what is wrong is raised here or
-        where the work is waited for."""
-        signed = running.signed() if running.signed else None
-        with self.turn:
-            if self.closed:
-                raise GroupClosed(
-                    message=f"the group was closed by an earlier error: {self.closed}"
-                )
-            self.calls += 1
-            exchange = Exchange(self, self.calls, signed)
-            if nbytes <= INLINE and not self.unfinished:
-                self._run(call, exchange)
-                return None
-            work = HostsWork()
-            self.unfinished += 1
-            self.waiting.put(lambda: self._run_for(work, call, exchange))
-            if self.thread is None:
-                self.thread = threading.Thread(
-                    target=_serve, args=(self.waiting,), name=messages.THREAD, daemon=True
-                )
-                self.thread.start()
-                atexit.register(self.end)
-            return work
+        def call(number: int) -> Callable[[], None]:
+            exchange = Exchange(pg, self.rank, self.islands, number, signed)
+            return lambda: run(exchange)
 
-    def _run_for(self, work: HostsWork, call: Callable[[Exchange], None], e: Exchange) -> None:
-        try:
-            self._run(call, e)
-        except Exception as error:
-            work.error = error
-        with self.turn:
-            self.unfinished -= 1
-        work.done.set()
-
-    def _run(self, call: Callable[[Exchange], None], exchange: Exchange) -> None:
-        try:
-            if self.closed:
-                raise GroupClosed(message=f"closed by an earlier error: {self.closed}")
-            with torch.no_grad():
-                call(exchange)
-        except BaseException as error:
-            self.close(str(error))
-            raise
+        return self.calls.start(nbytes, call)
 
     def close(self, why: str) -> None:
-        """After an error nobody is where the others think: the ranks of this island hear of it."""
-        self.closed = self.closed or why
+        """The other ranks of this island hear of an error."""
         if self.handle:
             native.fail(self.handle, why)
 
     def end(self) -> None:
-        """The group is gone, or the process ends: calls that were made are finished first."""
-        self.waiting.put(None)
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(timeout=END_S)
+        """The group is gone."""
+        self.calls.end()
         if self.handle:
             native.close(self.handle)
         self.handle = 0
@@ -144,14 +83,14 @@ class Hosts:
     def all_reduce_(self, buf: Tensor, row: Reduction, g: Group) -> Started:
         if buf.dtype not in shared_memory.REDUCED:
             return all_reduce_by_gather(self, buf, row, g)
-        flat, add = _flat(buf), _unscaled(row)
+        whole, add = flat(buf), _unscaled(row)
         rails = self.islands.even and len(self.mine) > 1 and _nbytes(buf) > SMALL
         reduce = self._by_rails if rails else self._by_leaders
 
         def run(exchange: Exchange) -> None:
-            pipelined(reduce(block, add, exchange) for block in _blocks(flat))
+            pipelined(reduce(block, add, exchange) for block in blocks(whole))
             if add is not row:
-                flat.div_(self.n)
+                whole.div_(self.n)
 
         return self.start(_nbytes(buf), run), None
 
@@ -219,7 +158,7 @@ class Hosts:
 
         def run(exchange: Exchange) -> None:
             (self._scattered_by_rails if self.islands.even else self._scattered_by_leaders)(
-                _flat(out), rows, add, exchange
+                flat(out), rows, add, exchange
             )
             if add is not row:
                 out.div_(self.n)
@@ -265,7 +204,7 @@ class Hosts:
     # -- moves ---
 
     def all_gather(self, out: Tensor, x: Tensor, g: Group) -> dist.Work | None:
-        rows, part = _bytes(out).view(self.n, -1), _bytes(x)
+        rows, part = flat_bytes(out).view(self.n, -1), flat_bytes(x)
         gather = self._gathered_by_rails if self.islands.even else self._gathered_by_leaders
         return self.start(_nbytes(out), lambda exchange: gather(rows, part, exchange))
 
@@ -360,7 +299,7 @@ class Hosts:
         arrive()
 
     def broadcast_(self, buf: Tensor, src: int, g: Group) -> dist.Work | None:
-        flat = _bytes(buf)
+        whole = flat_bytes(buf)
         home, place = self.islands.at(src)
         entries = [ranks[min(place, len(ranks) - 1)] for ranks in self.islands.ranks]
 
@@ -375,7 +314,7 @@ class Hosts:
                 native.broadcast_(block, entry, self.handle, exchange.signature)
 
         def run(exchange: Exchange) -> None:
-            pipelined(pass_on(block, exchange) for block in _blocks(flat))
+            pipelined(pass_on(block, exchange) for block in blocks(whole))
 
         return self.start(_nbytes(buf), run)
 
@@ -395,149 +334,20 @@ class Hosts:
         return {i: r for i, r in firsts.items() if i != self.home}
 
 
-def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := waiting.get()) is not None:
-        call()
-
-
-def pipelined(blocks: Any) -> None:
+def pipelined(works: Any) -> None:
     """Run the first half of each block's work, up to its ``yield``, while others are under way."""
     under_way: deque[Iterator[None]] = deque()
-    for block in blocks:
-        next(block)
-        under_way.append(block)
+    for work in works:
+        next(work)
+        under_way.append(work)
         if len(under_way) > DEPTH:
             next(under_way.popleft(), None)
-    for block in under_way:
-        next(block, None)
-
-
-class HostsWork(dist.Work):
-    """A call that the group's thread carries out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.done.wait()  # its own waits have the group's timeout
-        if self.error is not None:
-            raise self.error
-        return True
-
-
-# -- messages between islands ---
-
-
-class Exchange:
-    """The messages of one call. Its first to a rank says which call it is, so that ranks of
-    different islands that make different calls both hear of it, before the data are used."""
-
-    def __init__(self, hosts: Hosts, number: int, signed: Any) -> None:
-        self.hosts, self.number = hosts, number
-        self.pg: Any = hosts.pg()  # it lives until the call is finished
-        self.signature = native.sign(*signed) if signed else shared_memory.UNSIGNED
-        self.digest = int(self.signature[0]) if signed else 0  # call.h
-        self.text = _shown(signed) if signed else "a call without a row"
-        self.told: set[int] = set()
-
-    def post(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> Callable[[], None]:
-        """Send and receive, by rank of the group; what is returned waits for it."""
-        pg = self.pg
-        works: list[tuple[int, dist.Work]] = []
-        headers: dict[int, tuple[Tensor, dist.Work]] = {}
-        held: list[Tensor] = []
-        try:
-            for peer in sorted(sends.keys() | receives.keys()):
-                if peer not in self.told:
-                    self.told.add(peer)
-                    header, theirs = self._header(), torch.empty(_HEADER.size, dtype=torch.uint8)
-                    held.append(header)
-                    headers[peer] = theirs, pg.recv([theirs], peer, _TAG)
-                    works.append((peer, pg.send([header], peer, _TAG)))
-                for block in _blocks(_bytes(receives[peer])) if peer in receives else ():
-                    works.append((peer, pg.recv([block], peer, _TAG + block.numel())))
-                for block in _blocks(_bytes(sends[peer])) if peer in sends else ():
-                    held.append(block)
-                    works.append((peer, pg.send([block], peer, _TAG + block.numel())))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from None
-
-        def arrive() -> None:
-            for peer, (header, work) in headers.items():
-                self._wait(peer, work)
-                self._check(peer, header)
-            for peer, work in works:
-                self._wait(peer, work)
-            held.clear()
-
-        return arrive
-
-    def _header(self) -> Tensor:
-        raw = _HEADER.pack(self.number, self.digest, self.text.encode()[:_TEXT])
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-    def _check(self, peer: int, header: Tensor) -> None:
-        number, digest, text = _HEADER.unpack(header.numpy().tobytes())
-        if (number, digest) == (self.number, self.digest):
-            return
-        theirs = text.rstrip(b"\0").decode(errors="replace")
-        me = self.hosts.rank
-        raise CollectiveMismatch(
-            message=f"call {self.number} of rank {me} is {self.text}, call {number} of rank {peer} "
-            f"is {theirs}"
-        )
-
-    def _wait(self, peer: int, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._lost(peer, error) from None
-
-    def _lost(self, peer: int, error: RuntimeError) -> FcollError:
-        """gloo says in words alone whether a connection ended or nothing came."""
-        island, _ = self.hosts.islands.at(peer)
-        said, ranks = str(error).partition("\n")[0], self.hosts.islands.shown(island)
-        message = f"rank {self.hosts.rank} lost rank {peer} ({ranks}) in {self.text}: {said}"
-        late = "imed out" in said
-        return (CollectiveTimeout if late else PeerDied)(message=message, rank=peer)
-
-
-def _shown(signed: Any) -> str:
-    shapes = ", ".join(f"{str(x.dtype)[6:]} {list(x.shape)}" for x in signed.tensors[:2])
-    return f"{signed.row}({shapes})"
-
-
-# -- tensors ---
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.as_strided((x.numel(),), (1,))  # not view: one element may have any stride
-
-
-def _bytes(x: Tensor) -> Tensor:
-    flat = _flat(x)
-    if flat.dtype == torch.uint8:
-        return flat
-    return (
-        torch.view_as_real(flat).view(torch.uint8).view(-1)
-        if x.is_complex()
-        else flat.view(torch.uint8)
-    )
+    for work in under_way:
+        next(work, None)
 
 
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _blocks(flat: Tensor) -> Sequence[Tensor]:
-    return flat.split(BLOCK // flat.element_size()) if flat.numel() else ()
 
 
 def _padded(flat: Tensor, count: int) -> Tensor:
@@ -555,4 +365,4 @@ def _split(x: Tensor, splits: Sequence[int], n: int) -> list[Tensor]:
     """The bytes of each rank's rows."""
     rows = list(splits) or [x.shape[0] // n] * n
     row_bytes = _nbytes(x) // max(x.shape[0], 1)
-    return list(_bytes(x).split([r * row_bytes for r in rows]))
+    return list(flat_bytes(x).split([r * row_bytes for r in rows]))

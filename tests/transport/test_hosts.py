@@ -23,8 +23,10 @@ from transport import two_hosts
 import fcoll
 import inductor_ext
 from fcoll.errors import CollectiveMismatch, GroupClosed, PeerDied
-from fcoll.transport.hosts import BLOCK, DEPTH, INLINE, SMALL
+from fcoll.transport.hosts import DEPTH, SMALL
+from fcoll.transport.island_messages import BLOCK
 from fcoll.transport.islands import MOST, islands_of
+from fcoll.transport.ordered_calls import INLINE
 
 DIVISIONS = {"even": "0,1/2,3", "interleaved": "0,2/1,3", "uneven": "0,1,2/3", "three": "0,3/1/2"}
 
