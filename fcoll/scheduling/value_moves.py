@@ -216,6 +216,17 @@ def _split_with_sizes(walk: Any, node: Node) -> Any:
     return cut_up(x, sizes, dim)
 
 
+def _split_into(walk: Any, node: Node) -> Any:
+    """``split_with_sizes_copy(x, sizes, out=)``, by which torch 2.15 empties buckets of gathers."""
+    parts, outs = _split_with_sizes(walk, node), [walk.env[x] for x in arguments(node)["out"]]
+    if parts is None or any(x.shape is None for x in outs):
+        return None
+    shapes = [[x.shape for x in of] for of in (parts, outs)]
+    if shapes[0] != shapes[1]:
+        raise Wrong(f"{node.name} writes parts of {shapes[0]} to memory of {shapes[1]}", node)
+    return [_copy(walk, node, x, part) for x, part in zip(outs, parts, strict=True)]
+
+
 def _cat(walk: Any, node: Node) -> Any:
     given = arguments(node)
     values = [walk.env[x] for x in given["tensors"]]
@@ -338,6 +349,7 @@ _BY_OP: dict[Callable[[Any, Node], Any], Iterable[str]] = {
     _select: ["aten.select.int"],
     _split: ["aten.split.Tensor"],
     _split_with_sizes: ["aten.split_with_sizes.default"],
+    _split_into: ["aten.split_with_sizes_copy.out"],
     _cat: ["aten.cat.default"],
     _copied: ["aten.clone.default"],
     _converted: ["prims.convert_element_type.default", "aten._to_copy.default"],
@@ -354,7 +366,7 @@ _BY_OP: dict[Callable[[Any, Node], Any], Iterable[str]] = {
 #: They cut or join each row, so that there may be too many.
 OF_ROWS = {
     *("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "aten.split.Tensor"),
-    *("aten.split_with_sizes.default", "aten.cat.default"),
+    *("aten.split_with_sizes.default", "aten.split_with_sizes_copy.out", "aten.cat.default"),
 }
 #: They have a view's schema but may copy.
 MAY_COPY = {

@@ -104,6 +104,9 @@ def made() -> Made:
         wrong = {kind: list(make(graphs)) for kind, make in WRONG.items()}
         step = graphs["fsdp_step"]
         wrong["torch on writes"] = [(step, overlapped(step, False))]
+        wrong["torch's buckets"] = [
+            (graphs[of], overlapped(graphs[of], True, "custom_ops")) for of in ("gathers", "mixed")
+        ]
         return Made(graphs, right, wrong)
 
 
@@ -187,14 +190,16 @@ for _mode in MODES:
         "scatters",
         lambda g, m=_mode: bucketed(g, "reduce_scatter", m),
     )
-right("multidtype", "gathers", lambda g: bucketed(g, "all_gather", "custom_ops_multidtype"))
+for _of in ("gathers", "mixed"):
+    right("multidtype", _of, lambda g: bucketed(g, "all_gather", "custom_ops_multidtype"))
 right("bucket_all_reduce default", "mixed", lambda g: bucketed(g, "all_reduce", "default"))
 right("bucket_all_gather default", "mixed", lambda g: bucketed(g, "all_gather", "default"))
 for _of in (*FUNCTIONAL, "dp_step", "tp_step", *(f"random {seed}" for seed in SEEDS)):
     right("overlap", _of, lambda g: overlapped(g, False))
 for _of in ("reduces", "gathers", "scatters", "mixed"):
     right("overlap and buckets", _of, lambda g: overlapped(g, True))
-    right("overlap and custom_ops", _of, lambda g: overlapped(g, True, "custom_ops"))
+    if torch.__version__ < "2.15" or _of in ("reduces", "scatters"):
+        right("overlap and custom_ops", _of, lambda g: overlapped(g, True, "custom_ops"))
 for _of in FUNCTIONAL:
     right("a shuffle", _of, lambda g: shuffled(g, len(g.graph.nodes)))
 for _of in NAMES:
@@ -225,6 +230,15 @@ def test_there_are_enough_right_ones(made):
 
 
 TORCHS = ("bucket_", "multidtype", "overlap", "torch's order")
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="it splits buckets without a write")
+def test_torchs_buckets_are_read_before_they_are_split(made):
+    """torch 2.15 empties a bucket by a copy into other memory, which its scheduler does not order:
+    a product takes that memory first."""
+    for before, after in made.wrong["torch's buckets"]:
+        verdict = fcoll.verify(before, after)
+        assert verdict.equal is False and "memory that nobody has written to" in str(verdict)
 
 
 def test_torchs_passes_leave_writes_out_of_account(made):
@@ -309,6 +323,16 @@ def exchanged(module: Graph, one: fx.Node, two: fx.Node) -> Graph | None:
     return module
 
 
+def exchange_two(split: fx.Node) -> None:
+    """Of the parts of a split: its results, or what it writes to."""
+    if split.users:
+        one, two = list(split.users)[:2]
+        one.args, two.args = (split, two.args[1]), (split, one.args[1])
+    else:
+        one, two, *others = split.kwargs["out"]
+        split.kwargs = {**split.kwargs, "out": [two, one, *others]}
+
+
 def a_wrong_offset(graphs) -> Iterator[tuple[Graph, Graph]]:
     """A member gets what is one element further on, or another member's part; or the members are
     sent in another order."""
@@ -316,9 +340,7 @@ def a_wrong_offset(graphs) -> Iterator[tuple[Graph, Graph]]:
     for of, what in cases:
         for mode in ("default", "custom_ops"):
             made = bucketed(graphs[of], what, mode)
-            split = next(n for n in made.graph.nodes if "split" in str(n.target))
-            one, two = list(split.users)[:2]
-            one.args, two.args = (split, two.args[1]), (split, one.args[1])
+            exchange_two(next(n for n in made.graph.nodes if "split" in str(n.target)))
             yield graphs[of], made
             made = bucketed(graphs[of], what, mode)
             split = next(n for n in made.graph.nodes if "split" in str(n.target))

@@ -77,6 +77,7 @@ _NO_LOCAL = "BadRunner: .* has another peer on each rank.*local_p2p_op, or use f
 #: (executor, program) that it cannot run -> what it says.
 CANNOT: dict[tuple[str, str], str] = {
     ("gloo", "all_gather_into_stack"): _GLOO,
+    **{(real, "gather_single"): "does not support gather_single" for real in REAL},
     ("gloo", "reduce_scatter_of_a_stack"): r"Check failed: outputShape\[0\] \* worldSize",
     **{(real, f"{name}_uneven"): _GLOO for real in REAL for name in ("all_gather", "all_to_all")},
     **{("batch", name): _ONE_SHAPE for name in CASES if name.endswith("_uneven")},
@@ -85,6 +86,7 @@ CANNOT: dict[tuple[str, str], str] = {
 }
 #: What no real backend here can do: NCCL gives the parts as they are.
 EXPECTED: dict[str, list[list[Tensor]]] = {
+    "gather_single": [[X_W.flatten(0, 1)]] * W,
     "all_gather_uneven": [[X_W[0, :1], X_W[1, :2]]] * W,
     "all_to_all_uneven": [[X_W[s, :1] for s in range(W)], [X_W[s, 1:] for s in range(W)]],
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -652,7 +653,9 @@ def as_of_gloo(rank: int) -> None:
         if rank >= size:
             continue
         dist.monitored_barrier(group)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # from torch 2.15 on: dist.set_timeout
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(2), group=group)
