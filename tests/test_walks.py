@@ -131,4 +131,5 @@ def test_trace_check_and_report():
         shown = text.render(timeline(trace))
     assert "all_reduce" in shown
     # where it was imported, the trace is ready to tell stages of pipelines their shapes
-    assert_at_most(42 + ("torch.distributed.pipelining" in sys.modules), [found])
+    # and one file of batched simulations may run where other tests have used them: 42 alone
+    assert_at_most(43 + ("torch.distributed.pipelining" in sys.modules), [found])
