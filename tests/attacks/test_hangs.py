@@ -319,7 +319,7 @@ def torchfrtrace(folder: Path) -> list[Any]:
 def dumped(tmp_path: Path, name: str, n: int, **env: str) -> Any:
     env = {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_", **env}
     made = launch(program, n, name, env, init=False, env=ENV, timeout=60)
-    for _ in range(4):  # gloo may end a rank (SIGABRT) whose peer goes in the middle of a message
+    for _ in range(4):  # a rank may abort while it ends, before its records are written
         if -signal.SIGABRT not in made.exitcodes:
             break
         for file in tmp_path.iterdir():
